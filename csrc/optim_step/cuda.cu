@@ -6,10 +6,11 @@
 // element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
 // single element.
 //
-// One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat and
-// reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time. Elements before the
-// first boundary, after the last whole vector, and in all other entries are processed one at a time. For a rule that
-// counts steps, `prepare` runs before these launches with one thread per entry.
+// One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat, and
+// all but the gradient reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time; a
+// gradient that does not is loaded element by element, as it is where it is part of a larger buffer (torch's DDP).
+// Elements before the first boundary, after the last whole vector, and in all other entries are processed one at a
+// time. For a rule that counts steps, `prepare` runs before these launches with one thread per entry.
 #include "common/launch.h"
 #include "common/mistake.h"
 #include "optim_step/cuda.h"
@@ -96,12 +97,18 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
   const Cycle<T> cycle(task, table, kTable);
   const uint32_t count = count_of(p, chunk), head = chunk.index == 0 ? task.entry.head : 0;
   const uint32_t vectors = (count - head) / width, tail = head + vectors * width;
-  for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
-    const uint32_t offset = head + k * width;
-    if constexpr (stochastic) {
-      step_stochastically<Types>(task, cycle, offset);
-    } else {
-      step_vector<Types>(task, cycle, offset);
+  if constexpr (stochastic) {
+    for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
+      step_stochastically<Types>(task, cycle, head + k * width);
+    }
+  } else {
+    const Addresses<Types, Rule> addresses(task);
+    const MoveAll<Rule, T> move_all(task);
+    auto place = cycle.at(head + threadIdx.x * width);
+    const auto distance = cycle.distance(kThreads * width);
+    for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
+      step_vector<Types>(task, addresses, cycle, place, move_all, head + k * width);
+      cycle.advance(place, distance);
     }
   }
   // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
@@ -119,7 +126,8 @@ int64_t scalar_bytes(const GpuTable& table) {
 template <class Rule>
 Parameters<Rule> parameters_of(const CudaCall& call) {
   const GpuTable& t = *call.table;
-  const auto at = [&](int64_t offset) { return call.memory + offset; };
+  const unsigned char* const table = LOCO_MISTAKE(step_host_pointer) ? t.bytes.data() : call.memory;
+  const auto at = [&](int64_t offset) { return table + offset; };
   Parameters<Rule> p;
   p.grads = reinterpret_cast<void* const*>(at(t.grads));
   p.hyper = reinterpret_cast<const double*>(at(t.hyper));
@@ -128,7 +136,7 @@ Parameters<Rule> parameters_of(const CudaCall& call) {
   p.nests = reinterpret_cast<const Nest*>(at(t.nests));
   p.maps = reinterpret_cast<const double*>(at(t.maps));
   p.chunks = reinterpret_cast<const Chunk*>(at(t.chunks));
-  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(at(t.bytes.size()));
+  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(call.memory + t.bytes.size());
   p.scalars = scalar_bytes<Rule>(t) > 0 ? scratch : nullptr;
   p.options = call.options;
   p.grad_scale = call.grad_scale;

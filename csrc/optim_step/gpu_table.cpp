@@ -31,7 +31,7 @@ Types types_of(const TensorStep& t, MapKind map_kind) {
   const Types any = w == DType::f64 ? Types::any_f64 : Types::any;
   const int64_t head = head_of(t);
   bool fits = map_kind != MapKind::nest && t.g.dtype == w;
-  fits = fits && reaches_boundary(t.w, head) && reaches_boundary(t.g, head);
+  fits = fits && reaches_boundary(t.w, head) && t.g.flat();
   DType state = t.state[0].data ? t.state[0].dtype : w;
   for (const Operand& o : t.state) fits = fits && (!o.data || (o.dtype == state && reaches_boundary(o, head)));
   if (!fits) return any;
@@ -44,6 +44,7 @@ Types types_of(const TensorStep& t, MapKind map_kind) {
 uint32_t cuda_kind(const TensorStep& t, Entry& e) {
   e.types = types_of(t, e.map_kind);
   e.head = e.types < Types::any ? static_cast<uint8_t>(head_of(t)) : 0;
+  e.g_aligned = reaches_boundary(t.g, e.head);
   return static_cast<uint32_t>(e.types);
 }
 

@@ -21,8 +21,8 @@ enum class MapKind : uint8_t {
 };
 
 // Combinations of dtypes of parameters, gradients and states. The first six have kernels that process 16 bytes at a
-// time, which requires all operands to be flat and to reach a 16-byte boundary at the same element. Entries of any
-// other kind (any, any_f64) are processed element by element.
+// time, which requires all operands to be flat and all but the gradient to reach a 16-byte boundary at the same
+// element. Entries of any other kind (any, any_f64) are processed element by element.
 enum class Types : uint8_t { f32, f64, bf16, f16, bf16_f32, f16_f32, any, any_f64 };
 
 enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, kNestMap, kNests };
@@ -43,6 +43,7 @@ struct Entry {
   int32_t prox;           // index of the prox that ends the step, or -1
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first one at a 16-byte boundary; 0 for any and any_f64
+  bool g_aligned;         // whether the gradient reaches a boundary there too
   MapKind map_kind;
   Types types;
   bool first, counter_is_double;
