@@ -93,6 +93,9 @@ LOCO_DEVICE Vector<dtype, N> load_stored(const void* memory, int64_t i, bool ali
   if (aligned) {
 #pragma unroll
     for (int k = 0; k < v.kParts; ++k) v.parts[k] = reinterpret_cast<const uint4*>(at)[k];
+  } else if constexpr (sizeof(S) == 2) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) v.words[k] = static_cast<uint32_t>(at[2 * k + 1]) << 16 | at[2 * k];
   } else {
 #pragma unroll
     for (int k = 0; k < N; ++k) v.values[k] = at[k];

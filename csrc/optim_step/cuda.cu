@@ -23,8 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 // Least number of resident blocks per multiprocessor: having many accesses in flight hides their latency.
 constexpr int kBlocks = 3;
-constexpr int kBlocksOfMany = 2;   // the same for kernels that need many registers
-constexpr uint32_t kTable = 2048;  // most coefficients of a cyclic map that a block caches in shared memory
+constexpr int kBlocksOfMany = 2;  // the same for kernels that need many registers
 
 // Increments each entry's step counter and computes the scalars of its step. One thread handles one entry.
 template <class Rule>
@@ -90,30 +89,31 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
     step_vectors(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
   using T = typename Types::T;
   constexpr uint32_t width = Types::width;
-  __shared__ T table[kTable];
+  __shared__ T table[kCached];
   if (is_set(p.found_inf)) return;
   const Chunk chunk = p.chunks[first_chunk + blockIdx.x];
   const Task<Rule, T> task(p, chunk.entry, begin_of(p, chunk));
-  const Cycle<T> cycle(task, table, kTable);
+  const Cycle<T> cycle(task, table, kCached);
   const uint32_t count = count_of(p, chunk), head = chunk.index == 0 ? task.entry.head : 0;
-  const uint32_t vectors = (count - head) / width, tail = head + vectors * width;
+  const uint32_t tail = count - (count - head) % width;
+  // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
+  // They come first, so that nothing they need takes registers in the loop.
+  const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head + LOCO_MISTAKE(step_tail);
+  if (end < head || (end >= tail && end < count)) step_and_store(task, end);
+  const uint32_t begin = head + threadIdx.x * width;
+  constexpr uint32_t stride = kThreads * width;
   if constexpr (stochastic) {
-    for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
-      step_stochastically<Types>(task, cycle, head + k * width);
-    }
+    for (uint32_t k = begin; k < tail; k += stride) step_stochastically<Types>(task, cycle, k);
   } else {
     const Addresses<Types, Rule> addresses(task);
     const MoveAll<Rule, T> move_all(task);
-    auto place = cycle.at(head + threadIdx.x * width);
-    const auto distance = cycle.distance(kThreads * width);
-    for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
-      step_vector<Types>(task, addresses, cycle, place, move_all, head + k * width);
+    auto place = cycle.at(begin);
+    const auto distance = cycle.distance(stride);
+    for (uint32_t k = begin; k < tail; k += stride) {
+      step_vector<Types>(task, addresses, cycle, place, move_all, k);
       cycle.advance(place, distance);
     }
   }
-  // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
-  const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head + LOCO_MISTAKE(step_tail);
-  if (end < head || (end >= tail && end < count)) step_and_store(task, end);
 }
 
 // Returns the bytes of the scalars of all entries, rounded up to a multiple of 16; 0 if the rule counts no steps.

@@ -169,7 +169,9 @@ class Builder {
     if (cycle.count == 0) return;
     const bool regular = std::all_of(cycle.axes, cycle.axes + cycle.count, [](const Axis& a) { return a.stride != 0; });
     const int64_t period = cycle.length(), limit = std::numeric_limits<int32_t>::max() - 2 * kChunk;
-    if (regular && run < limit && period < limit) {
+    const bool one_change = run >= kMostWidth;  // in a vector, at most
+    if (regular && run < limit && period < limit &&
+        (one_change || caches(period, e.prox < 0 ? kCached : kCachedWithProx))) {
       e.map_kind = MapKind::cyclic;
       e.run = static_cast<uint32_t>(run);
       e.period = static_cast<uint32_t>(period);

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/platform.h"
 #include "optim_step/tensor_step.h"
 #include "ring_prox/gpu_table.h"
 
@@ -13,10 +14,19 @@ namespace loco::optim_step {
 
 constexpr int64_t kChunk = 8192;  // most elements that a CUDA block steps, not counting an entry's head
 
+constexpr uint32_t kMostWidth = 8;  // most elements that a thread steps at a time
+// Most coefficients of a cyclic map that a block caches in shared memory, in a step without and with a prox. A vector's
+// coefficients follow each other there, also where the cycle begins again, which takes kMostWidth more.
+constexpr uint32_t kCached = 2048, kCachedWithProx = 256;
+
+// Returns whether a block caches a cyclic map's coefficients.
+LOCO_HD bool caches(int64_t period, uint32_t cached) { return period + kMostWidth <= cached; }
+
 // How the decay map's value at an element is looked up.
 enum class MapKind : uint8_t {
   uniform,  // all elements have value 0 of the entry
-  cyclic,   // an element has value element / run % period
+  cyclic,   // an element has value element / run % period; the map is cached, or its runs have kMostWidth elements or
+            // more
   nest      // an element has the value that the entry's nest kNestMap maps it to
 };
 

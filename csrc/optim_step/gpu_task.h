@@ -105,6 +105,9 @@ struct Task {
   // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
+  // Returns whether the gradient's vectors lie at 16-byte boundaries.
+  LOCO_DEVICE bool g_aligned() const { return entry.g_aligned || LOCO_MISTAKE(step_unaligned); }
+
   // Returns the gradient of what is minimised: negated to maximize.
   LOCO_DEVICE T descent(T gradient) const { return p.options.maximize ? -gradient : gradient; }
   LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
@@ -155,14 +158,10 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
 
 #pragma GCC diagnostic pop
 
-constexpr uint32_t kMostWidth = 8;  // most elements of a vector
-
 // Decay coefficients of a task whose map is cyclic or uniform.
 template <typename T>
 struct Cycle {
-  // [period + kMostWidth] in shared memory, so that a vector's coefficients follow each other if run is 1; null: the
-  // period is too long for it.
-  const T* table;
+  const T* table;        // [period + kMostWidth] in shared memory; null: the period is too long for it
   uint32_t run, period;  // 0: uniform
   uint32_t rest, phase;  // rest = begin % run and phase = begin / run % period, for the task's begin
   T uniform;
@@ -173,7 +172,7 @@ struct Cycle {
     const Entry& e = task.entry;
     run = e.run;
     period = e.map_kind == MapKind::cyclic && task.flags.decay != Decay::none ? e.period : 0;
-    this->table = period + kMostWidth <= size ? table : nullptr;
+    this->table = caches(period, size) ? table : nullptr;
     rest = period ? static_cast<uint32_t>(task.begin % run) : 0;
     phase = period ? static_cast<uint32_t>(task.begin / run % period) : 0;
     if (period == 0 || this->table == nullptr) return;
@@ -214,17 +213,17 @@ struct Cycle {
     if (period == 0) {
 #pragma unroll
       for (int k = 0; k < N; ++k) c[k] = uniform;
-    } else if (table != nullptr && run == 1) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) c[k] = table[place.value + k];
-    } else if (run >= N) {  // at most one change
+    } else if (run >= kMostWidth) {  // at most one change
       const T first = at_value(task, place.value), second = at_value(task, after(place.value));
 #pragma unroll
       for (int k = 0; k < N; ++k) c[k] = place.within + k < run ? first : second;
+    } else if (run == 1) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) c[k] = table[place.value + k];
     } else {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        c[k] = at_value(task, place.value);
+        c[k] = table[place.value];
         if (++place.within < run) continue;
         place = {0, after(place.value)};
       }
@@ -373,7 +372,7 @@ struct Addresses {
       void* const first = task.entry.state[k];
       state[k] = first ? static_cast<Stored<Types::state>*>(first) + task.begin : nullptr;
     }
-    g_aligned = task.entry.g_aligned || LOCO_MISTAKE(step_unaligned);
+    g_aligned = task.g_aligned();
   }
 };
 
@@ -390,13 +389,13 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, R
   for (int k = 0; k < Rule::states; ++k) {
     if (task.flags.uses(k)) load_vector<Types::state, N>(of.state[k], offset, state[k]);
   }
-  cycle.read(task, place, c);
   if (task.p.grad_scale.data) {
     const T scale = task.grad_scale();
 #pragma unroll
     for (int k = 0; k < N; ++k) g[k] = g[k] / scale;
     store_vector<Types::w, N>(of.g, offset, g, of.g_aligned);
   }
+  cycle.read(task, place, c);
   decay_all(task, w, g, c);
   move_all(task, w, g, state);
   store_vector<Types::w, N>(of.w, offset, w);
@@ -418,8 +417,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   // Absent states are zeroed: registers that are never set would stay live from vector to vector and be spilled.
   Packed<Types::state, Types::width> all_state[kStates] = {};
   all_w.load(e.w, i);
-  const bool g_aligned = e.g_aligned || LOCO_MISTAKE(step_unaligned);
-  all_g.load(task.g, i, g_aligned);
+  all_g.load(task.g, i, task.g_aligned());
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) all_state[k].load(e.state[k], i);
@@ -447,7 +445,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
 #pragma unroll
     for (int k = 0; k < Rule::states; ++k) all_state[k].push(state[k], stochastic ? random[1 + k] : nullptr);
   }
-  if (is_scaled) all_g.store(task.g, i, g_aligned);
+  if (is_scaled) all_g.store(task.g, i, task.g_aligned());
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) all_state[k].store(e.state[k], i);
