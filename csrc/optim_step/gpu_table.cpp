@@ -178,8 +178,10 @@ class Builder {
       e.run = static_cast<uint32_t>(run);
       e.period = static_cast<uint32_t>(period);
     } else {
+      Nest spread = layout.spread;
+      if (spread.count < t.map_nest->count) spread.axes[spread.count++] = {1, 0};  // the last axis takes what remains
       e.map_kind = MapKind::nest;
-      e.nests[kNestMap] = keep(&layout.spread);
+      e.nests[kNestMap] = keep(&spread);
     }
   }
 
