@@ -27,8 +27,7 @@ SOURCES = [
 ]
 MISTAKES = (
     *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_kernel"),
-    *("prox_squared", "prox_rounding", "prox_memory", "prox_step", "unaligned", "range"),
-    "host_pointer",
+    *("prox_squared", "prox_rounding", "prox_memory", "prox_step"),
 )
 
 
