@@ -244,7 +244,7 @@ def test_wrong_arguments_are_refused_before_anything_runs():
         ("squared: expected", lambda: prox(weight, rings, t, t[:2], None, False)),
         ("metric: expected weight's shape", lambda: prox(weight, rings, t, None, weight[:1], False)),
         ("rings: expected 1 to 64", lambda: norms(weight, rings, 65)),
-        ("weight: expected kernels of at least one", lambda: norms(weight[:, :0], rings, 3)),
+        ("weight: expected filters of at least one", lambda: norms(weight[:, :0], rings, 3)),
     ]
     for message, call in wrong:
         with pytest.raises(RuntimeError, match=message):
