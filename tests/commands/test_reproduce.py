@@ -390,7 +390,7 @@ KILLS = (  # a file that a job writes on its way, and the job's result
 
 @pytest.mark.slow
 def test_all_papers_go_on_after_kills(whole, tmp_path):
-    """What is written at a kill is kept, whether its job was done or not, and all results are as without kills."""
+    """Files written before a kill are kept, whether their job was done or not, and all results are as without kills."""
     command, kept = ["reproduce", "all", "--out", tmp_path], {}
     for name, result in KILLS:
         reached = tmp_path / "smoke" / name

@@ -19,7 +19,7 @@ from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors,
 
 Found = TypeVar("Found")
 
-# What a state has, and of which types.
+# The keys of a state, and the types of their values.
 _STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, "removed": list}
 _STATE |= {"sizes": list | None, "penalty": tuple | list | None}
 
