@@ -6,10 +6,11 @@
 // element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
 // single element.
 //
-// One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat and
-// reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time. Elements before the
-// first boundary, after the last whole vector, and in all other entries are processed one at a time. For a rule that
-// counts steps, `prepare` runs before these launches with one thread per entry.
+// One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat, and
+// all but the gradient reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time; a
+// gradient that does not is loaded element by element, as it is where it is part of a larger buffer (torch's DDP).
+// Elements before the first boundary, after the last whole vector, and in all other entries are processed one at a
+// time. For a rule that counts steps, `prepare` runs before these launches with one thread per entry.
 #include "common/launch.h"
 #include "common/mistake.h"
 #include "optim_step/cuda.h"
@@ -22,8 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 // Least number of resident blocks per multiprocessor: having many accesses in flight hides their latency.
 constexpr int kBlocks = 3;
-constexpr int kBlocksOfMany = 2;   // the same for kernels that need many registers
-constexpr uint32_t kTable = 2048;  // most coefficients of a cyclic map that a block caches in shared memory
+constexpr int kBlocksOfMany = 2;  // the same for kernels that need many registers
 
 // Increments each entry's step counter and computes the scalars of its step. One thread handles one entry.
 template <class Rule>
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Para
 // Returns the first element of a chunk.
 template <class Rule>
 LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
-  return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kChunk;
+  return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kPart;
 }
 
 // Returns the number of elements of a chunk.
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
-  const int64_t end = entry.head + (chunk.index + 1) * kChunk + LOCO_MISTAKE(step_chunk);
+  const int64_t end = entry.head + (int64_t{chunk.index} + chunk.parts) * kPart + LOCO_MISTAKE(step_chunk);
   return static_cast<uint32_t>((end < entry.numel ? end : entry.numel) - begin_of(p, chunk));
 }
 
@@ -89,24 +89,31 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
     step_vectors(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
   using T = typename Types::T;
   constexpr uint32_t width = Types::width;
-  __shared__ T table[kTable];
+  __shared__ T table[kCached];
   if (is_set(p.found_inf)) return;
   const Chunk chunk = p.chunks[first_chunk + blockIdx.x];
   const Task<Rule, T> task(p, chunk.entry, begin_of(p, chunk));
-  const Cycle<T> cycle(task, table, kTable);
+  const Cycle<T> cycle(task, table, kCached);
   const uint32_t count = count_of(p, chunk), head = chunk.index == 0 ? task.entry.head : 0;
-  const uint32_t vectors = (count - head) / width, tail = head + vectors * width;
-  for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
-    const uint32_t offset = head + k * width;
-    if constexpr (stochastic) {
-      step_stochastically<Types>(task, cycle, offset);
-    } else {
-      step_vector<Types>(task, cycle, offset);
-    }
-  }
+  const uint32_t tail = count - (count - head) % width;
   // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
+  // They come first, so that nothing they need takes registers in the loop.
   const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head + LOCO_MISTAKE(step_tail);
   if (end < head || (end >= tail && end < count)) step_and_store(task, end);
+  const uint32_t begin = head + threadIdx.x * width;
+  constexpr uint32_t stride = kThreads * width;
+  if constexpr (stochastic) {
+    for (uint32_t k = begin; k < tail; k += stride) step_stochastically<Types>(task, cycle, k);
+  } else {
+    const Addresses<Types, Rule> addresses(task);
+    const MoveAll<Rule, T> move_all(task);
+    auto place = cycle.at(begin);
+    const auto distance = cycle.distance(stride);
+    for (uint32_t k = begin; k < tail; k += stride) {
+      step_vector<Types>(task, addresses, cycle, place, move_all, k);
+      cycle.advance(place, distance);
+    }
+  }
 }
 
 // Returns the bytes of the scalars of all entries, rounded up to a multiple of 16; 0 if the rule counts no steps.
@@ -119,7 +126,8 @@ int64_t scalar_bytes(const GpuTable& table) {
 template <class Rule>
 Parameters<Rule> parameters_of(const CudaCall& call) {
   const GpuTable& t = *call.table;
-  const auto at = [&](int64_t offset) { return call.memory + offset; };
+  const unsigned char* const table = LOCO_MISTAKE(step_host_pointer) ? t.bytes.data() : call.memory;
+  const auto at = [&](int64_t offset) { return table + offset; };
   Parameters<Rule> p;
   p.grads = reinterpret_cast<void* const*>(at(t.grads));
   p.hyper = reinterpret_cast<const double*>(at(t.hyper));
@@ -128,7 +136,7 @@ Parameters<Rule> parameters_of(const CudaCall& call) {
   p.nests = reinterpret_cast<const Nest*>(at(t.nests));
   p.maps = reinterpret_cast<const double*>(at(t.maps));
   p.chunks = reinterpret_cast<const Chunk*>(at(t.chunks));
-  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(at(t.bytes.size()));
+  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(call.memory + t.bytes.size());
   p.scalars = scalar_bytes<Rule>(t) > 0 ? scratch : nullptr;
   p.options = call.options;
   p.grad_scale = call.grad_scale;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   __shared__ ring_prox::Scratch scratch;
   __shared__ std::conditional_t<Rule::has_metric, ring_prox::L2InMetric, ring_prox::L2> solver;
   __shared__ double plain[kMaxRings], squared[kMaxRings];
-  __shared__ T coefficients[kCoefficients];
+  __shared__ T coefficients[kCachedWithProx];
   LOCO_SHARED(memory);
   if (!LOCO_MISTAKE(step_prox_found_inf) && is_set(p.found_inf)) return;
   for (int64_t k = blockIdx.x; k < q.kernels; k += gridDim.x) {

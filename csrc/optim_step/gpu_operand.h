@@ -9,30 +9,18 @@
 
 namespace loco::optim_step {
 
-// Stores N consecutive elements, the first of which lies at a 16-byte boundary.
-template <DType dtype, int N, typename T>
-LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N]) {
-  Stored<dtype> stored[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) stored[k] = narrowed<dtype, T>(values[k]);
-  loco::store_vector(memory, i, stored);
-}
-
-// A queue of N elements in their stored type, loaded from and stored at a 16-byte boundary. A loop takes some elements
-// from the front and pushes as many at the back; unrolled or not, all elements stay in registers.
+// A queue of N elements in their stored type, loaded from and stored at a 16-byte boundary unless they are not aligned.
+// A loop takes some elements from the front and pushes as many at the back; unrolled or not, all elements stay in
+// registers.
 template <DType dtype, int N>
 class Packed {
  public:
-  LOCO_DEVICE void load(const void* memory, int64_t i) {
-    const auto* from = in_global(reinterpret_cast<const uint4*>(static_cast<const S*>(memory) + i));
-#pragma unroll
-    for (int k = 0; k < kWords / 4; ++k) all_.vectors[k] = from[k];
+  LOCO_DEVICE void load(const void* memory, int64_t i, bool aligned = true) {
+    all_ = load_stored<dtype, N>(memory, i, aligned);
   }
 
-  LOCO_DEVICE void store(void* memory, int64_t i) const {
-    auto* to = in_global(reinterpret_cast<uint4*>(static_cast<S*>(memory) + i));
-#pragma unroll
-    for (int k = 0; k < kWords / 4; ++k) to[k] = all_.vectors[k];
+  LOCO_DEVICE void store(void* memory, int64_t i, bool aligned = true) const {
+    store_stored<dtype, N>(memory, i, all_, aligned);
   }
 
   // Converts the first n elements to T.
@@ -81,10 +69,7 @@ class Packed {
     S values[n];
   };
 
-  union {
-    uint4 vectors[kWords / 4];
-    uint32_t words[kWords];
-  } all_;
+  Vector<dtype, N> all_;
 };
 
 // Returns an element's offset in a nest. The last axis takes the remaining index, whatever its size.

@@ -19,8 +19,7 @@ using ring_prox::Rings;
 using ring_prox::Span;
 using ring_prox::Walk;
 
-constexpr int kProxBlocks = 2;           // least number of blocks per multiprocessor
-constexpr uint32_t kCoefficients = 256;  // most coefficients of a cyclic map that a block caches in shared memory
+constexpr int kProxBlocks = 2;  // least number of blocks per multiprocessor
 
 // Parameters of a launch in addition to Parameters<Rule>. All arrays are contiguous and in global memory.
 struct ProxParameters {
@@ -79,12 +78,12 @@ LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& 
 }
 
 // Updates all elements of a filter and puts them in ring order. The threads of a block share the work. coefficients:
-// [kCoefficients] in shared memory.
+// [kCachedWithProx] in shared memory.
 template <class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_kernel(const Task<Rule, T>& task, const Ordered<T, on_chip>& kernel, T* coefficients) {
   const Types types = task.entry.types;
   const Span span = span_of(task.entry, task.begin, kernel.rings.numel(), types < Types::any);
-  const Cycle<T> cycle(task, coefficients, kCoefficients);
+  const Cycle<T> cycle(task, coefficients, kCachedWithProx);
   if constexpr (sizeof(T) == 8) {
     update_vectors<VectorTypes<DType::f64, DType::f64>>(task, cycle, span, kernel);
   } else if (types == Types::f32) {

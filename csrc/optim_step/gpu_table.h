@@ -6,23 +6,34 @@
 #include <utility>
 #include <vector>
 
+#include "common/platform.h"
 #include "optim_step/tensor_step.h"
 #include "ring_prox/gpu_table.h"
 
 namespace loco::optim_step {
 
-constexpr int64_t kChunk = 8192;  // most elements that a CUDA block steps, not counting an entry's head
+constexpr int64_t kPart = 512;          // a CUDA block steps a multiple of this number of elements
+constexpr int64_t kChunk = 16 * kPart;  // and at most this many, not counting an entry's head
+
+constexpr uint32_t kMostWidth = 8;  // most elements that a thread steps at a time
+// Most coefficients of a cyclic map that a block caches in shared memory, in a step without and with a prox. A vector's
+// coefficients follow each other there, also where the cycle begins again, which takes kMostWidth more.
+constexpr uint32_t kCached = 2048, kCachedWithProx = 256;
+
+// Returns whether a block caches a cyclic map's coefficients.
+LOCO_HD bool caches(int64_t period, uint32_t cached) { return period + kMostWidth <= cached; }
 
 // How the decay map's value at an element is looked up.
 enum class MapKind : uint8_t {
   uniform,  // all elements have value 0 of the entry
-  cyclic,   // an element has value element / run % period
+  cyclic,   // an element has value element / run % period; the map is cached, or its runs have kMostWidth elements or
+            // more
   nest      // an element has the value that the entry's nest kNestMap maps it to
 };
 
 // Combinations of dtypes of parameters, gradients and states. The first six have kernels that process 16 bytes at a
-// time, which requires all operands to be flat and to reach a 16-byte boundary at the same element. Entries of any
-// other kind (any, any_f64) are processed element by element.
+// time, which requires all operands to be flat and all but the gradient to reach a 16-byte boundary at the same
+// element. Entries of any other kind (any, any_f64) are processed element by element.
 enum class Types : uint8_t { f32, f64, bf16, f16, bf16_f32, f16_f32, any, any_f64 };
 
 enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, kNestMap, kNests };
@@ -43,6 +54,7 @@ struct Entry {
   int32_t prox;           // index of the prox that ends the step, or -1
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first one at a 16-byte boundary; 0 for any and any_f64
+  bool g_aligned;         // whether the gradient reaches a boundary there too
   MapKind map_kind;
   Types types;
   bool first, counter_is_double;
@@ -58,11 +70,13 @@ struct Prox {
   bool channels_fastest;
 };
 
-// Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * Division::chunk. For an entry
-// with a prox the chunk is the whole entry, and index counts the filters of the launch before the entry's first.
+// Elements of an entry: `parts` times Division::part of them from head + index * Division::part on, as far as there are
+// so many, and the head if index is 0. For an entry with a prox the chunk is the whole entry, and index counts the
+// filters of the launch before the entry's first.
 struct Chunk {
   int32_t entry;
   int32_t index;
+  int32_t parts;
 };
 
 // A float32 or float64 scalar in GPU memory; null: absent.
@@ -84,7 +98,8 @@ struct Work {
 
 // How a backend divides a step's elements among launches and blocks.
 struct Division {
-  int64_t chunk;  // most elements that a block steps, not counting an entry's head
+  int64_t part;        // elements
+  int64_t most_parts;  // of a chunk
   // Returns the kind of an entry, and sets its types and head if the backend uses them.
   uint32_t (*kind_of)(const TensorStep& tensor, Entry& entry);
 };

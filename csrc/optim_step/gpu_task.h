@@ -8,6 +8,7 @@
 #include "common/mistake.h"
 #include "optim_step/cuda.h"
 #include "optim_step/gpu_operand.h"
+#include "optim_step/gpu_quotient.h"
 
 namespace loco::optim_step {
 
@@ -45,16 +46,17 @@ LOCO_DEVICE double lr_of(const Parameters<Rule>& p, const Entry& entry) {
   return own ? row_of(p, entry)[0] : value_of(p.lrs[entry.group]);
 }
 
-// Updates one weight and its states. Returns the weight's metric for a prox that follows, or 1 if the rule has none.
+// Updates one weight and its states after the decay. Returns the weight's metric for a prox that follows, or 1 if the
+// rule has none.
 template <typename T>
-LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, SgdFlags flags, const SgdScalars<T>& scalars) {
-  sgd(w, g, state[0], c, flags, scalars);
+LOCO_DEVICE T move(T& w, T d, T (&state)[kStates], SgdFlags flags, const SgdScalars<T>& scalars) {
+  move_sgd(w, d, state[0], flags, scalars);
   return 1;
 }
 
 template <typename T>
-LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, AdamFlags flags, const AdamScalars<T>& scalars) {
-  return adam(w, g, state[0], state[1], state[2], c, flags, scalars);
+LOCO_DEVICE T move(T& w, T d, T (&state)[kStates], AdamFlags flags, const AdamScalars<T>& scalars) {
+  return move_adam(w, d, state[0], state[1], state[2], flags, scalars);
 }
 
 // State shared by the elements of an entry from `begin` on, which a block steps.
@@ -103,6 +105,9 @@ struct Task {
   // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
+  // Returns whether the gradient's vectors lie at 16-byte boundaries.
+  LOCO_DEVICE bool g_aligned() const { return entry.g_aligned || LOCO_MISTAKE(step_unaligned); }
+
   // Returns the gradient of what is minimised: negated to maximize.
   LOCO_DEVICE T descent(T gradient) const { return p.options.maximize ? -gradient : gradient; }
   LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
@@ -138,7 +143,9 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
   int64_t value = 0;
   if (e.map_kind == MapKind::cyclic) value = i / e.run % e.period;
   if (e.map_kind == MapKind::nest) value = offset_in(nests, e.nests[kNestMap], i, narrow);
-  const T metric = update(w, task.descent(g), state, task.coefficient(value), task.flags, task.scalars);
+  g = task.descent(g);
+  apply_decay(task.flags.decay, w, g, task.coefficient(value));
+  const T metric = move(w, g, state, task.flags, task.scalars);
   const bool stochastic = task.stochastic();
   uint32_t words[1 + kStates] = {};
   if (stochastic) task.draw(i, words);
@@ -154,7 +161,7 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
 // Decay coefficients of a task whose map is cyclic or uniform.
 template <typename T>
 struct Cycle {
-  const T* table;        // [period] in shared memory; null: the period is too long for it
+  const T* table;        // [period + kMostWidth] in shared memory; null: the period is too long for it
   uint32_t run, period;  // 0: uniform
   uint32_t rest, phase;  // rest = begin % run and phase = begin / run % period, for the task's begin
   T uniform;
@@ -165,32 +172,70 @@ struct Cycle {
     const Entry& e = task.entry;
     run = e.run;
     period = e.map_kind == MapKind::cyclic && task.flags.decay != Decay::none ? e.period : 0;
-    this->table = period <= size ? table : nullptr;
+    this->table = caches(period, size) ? table : nullptr;
     rest = period ? static_cast<uint32_t>(task.begin % run) : 0;
     phase = period ? static_cast<uint32_t>(task.begin / run % period) : 0;
     if (period == 0 || this->table == nullptr) return;
-    for (uint32_t k = threadIdx.x; k < period; k += blockDim.x) table[k] = task.coefficient(k);
+    for (uint32_t k = threadIdx.x; k < period + kMostWidth; k += blockDim.x) table[k] = task.coefficient(k % period);
     if (!LOCO_MISTAKE(step_barrier)) __syncthreads();
   }
 
-  // Reads the coefficients of N elements from begin + offset on.
+  // An element's place in the cycle.
+  struct Place {
+    uint32_t within, value;  // its number in its run, and the number of its value
+  };
+
+  // Returns the place of the element at begin + offset.
+  LOCO_DEVICE Place at(uint32_t offset) const {
+    if (period == 0) return {0, 0};
+    const uint32_t i = rest + offset, first = LOCO_MISTAKE(step_phase) ? 0 : phase;
+    return {i % run, (first + i / run) % period};
+  }
+
+  // Returns how far `elements` elements are apart in the cycle.
+  LOCO_DEVICE Place distance(uint32_t elements) const {
+    return period == 0 ? Place{0, 0} : Place{elements % run, elements / run % period};
+  }
+
+  // Advances a place without dividing.
+  LOCO_DEVICE void advance(Place& place, const Place& distance) const {
+    if (period == 0) return;
+    place.within += distance.within;
+    place.value += distance.value;
+    if (place.within >= run) place.within -= run, ++place.value;
+    if (place.value >= period) place.value -= period;
+  }
+
+  // Reads the coefficients of N elements from a place on.
   template <int N, class Rule>
-  LOCO_DEVICE void read(const Task<Rule, T>& task, uint32_t offset, T (&c)[N]) const {
+  LOCO_DEVICE void read(const Task<Rule, T>& task, Place place, T (&c)[N]) const {
+    static_assert(N <= kMostWidth);
     if (period == 0) {
 #pragma unroll
       for (int k = 0; k < N; ++k) c[k] = uniform;
-      return;
-    }
-    const uint32_t at = rest + offset;
-    uint32_t within = run == 1 ? 0 : at % run;
-    uint32_t place = ((LOCO_MISTAKE(step_phase) ? 0 : phase) + (run == 1 ? at : at / run)) % period;
+    } else if (run >= kMostWidth) {  // at most one change
+      const T first = at_value(task, place.value), second = at_value(task, after(place.value));
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      c[k] = table ? table[place] : task.coefficient(place);
-      if (++within < run) continue;
-      within = 0;
-      place = place + 1 == period ? 0 : place + 1;
+      for (int k = 0; k < N; ++k) c[k] = place.within + k < run ? first : second;
+    } else if (run == 1) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) c[k] = table[place.value + k];
+    } else {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        c[k] = table[place.value];
+        if (++place.within < run) continue;
+        place = {0, after(place.value)};
+      }
     }
+  }
+
+ private:
+  LOCO_DEVICE uint32_t after(uint32_t value) const { return value + 1 == period ? 0 : value + 1; }
+
+  template <class Rule>
+  LOCO_DEVICE T at_value(const Task<Rule, T>& task, uint32_t value) const {
+    return table ? table[value] : task.coefficient(value);
   }
 };
 
@@ -207,18 +252,98 @@ struct VectorTypes {
   using T = std::conditional_t<w == DType::f64, double, float>;
 };
 
+// Applies one kind of decay to n elements.
+template <int n, typename T>
+LOCO_DEVICE void decay_all(Decay decay, T (&w)[n], T (&g)[n], const T (&c)[n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) apply_decay(decay, w[k], g[k], c[k]);
+}
+
+// Turns n gradients into those of what is minimised, and applies the decay. Options are looked at once for all.
+template <int n, class Rule, typename T>
+LOCO_DEVICE void decay_all(const Task<Rule, T>& task, T (&w)[n], T (&g)[n], const T (&c)[n]) {
+  if (task.p.options.maximize) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) g[k] = -g[k];
+  }
+  if (task.flags.decay == Decay::l2) {
+    decay_all(Decay::l2, w, g, c);
+  } else if (task.flags.decay == Decay::decoupled) {
+    decay_all(Decay::decoupled, w, g, c);
+  } else if (task.flags.decay == Decay::l1) {
+    decay_all(Decay::l1, w, g, c);
+  }
+}
+
 // Updates n elements. metric: output for a prox that follows.
 template <int n, class Rule, typename T>
-LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], const T (&g)[n], T (&state)[kStates][n],
-                            const T (&c)[n], T (&metric)[n]) {
+LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], T (&g)[n], T (&state)[kStates][n], const T (&c)[n],
+                            T (&metric)[n]) {
+  decay_all(task, w, g, c);
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
-    metric[k] = update(w[k], task.descent(g[k]), of_element, c[k], task.flags, task.scalars);
+    metric[k] = move(w[k], g[k], of_element, task.flags, task.scalars);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
   }
 }
+
+// Moves n elements after the decay by the rule's arithmetic for many elements.
+template <class Rule, typename T>
+struct MoveAll {
+  LOCO_DEVICE explicit MoveAll(const Task<Rule, T>&) {}
+
+  template <int n>
+  LOCO_DEVICE void operator()(const Task<Rule, T>& task, T (&w)[n], const T (&d)[n], T (&state)[kStates][n]) const {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
+      move(w[k], d[k], of_element, task.flags, task.scalars);
+#pragma unroll
+      for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
+    }
+  }
+};
+
+// Whatever is the same for all elements is looked at once, and so is whether quotients need CUDA's operators.
+template <>
+struct MoveAll<Adam, float> {
+  AdamMoves moves;
+
+  LOCO_DEVICE explicit MoveAll(const Task<Adam, float>& task) : moves(task.scalars) {}
+
+  template <int n>
+  LOCO_DEVICE void operator()(const Task<Adam, float>& task, float (&w)[n], const float (&d)[n],
+                              float (&state)[kStates][n]) const {
+    const AdamScalars<float>& s = task.scalars;
+    auto& [m, v, v_max] = state;
+    if (s.lerp_from_end) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) update_moments(d[k], m[k], v[k], true, s);
+    } else {
+#pragma unroll
+      for (int k = 0; k < n; ++k) update_moments(d[k], m[k], v[k], false, s);
+    }
+    float moved[n];
+    bool covered = moves.covers();
+    if (task.flags.amsgrad) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) moved[k] = moves(m[k], v_max[k] = larger(v[k], v_max[k]), s, covered);
+    } else {
+#pragma unroll
+      for (int k = 0; k < n; ++k) moved[k] = moves(m[k], v[k], s, covered);
+    }
+    if (!covered) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        moved[k] = s.negative_step_size * m[k] / adam_denominator(task.flags.amsgrad ? v_max[k] : v[k], s);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < n; ++k) w[k] = w[k] + moved[k];
+  }
+};
 
 // Draws random words for n elements from i on: [0] for the parameter, [1 + k] for state k.
 template <int n, class Rule, typename T>
@@ -232,31 +357,51 @@ LOCO_DEVICE void draw_all(const Task<Rule, T>& task, int64_t i, uint32_t (&rando
   }
 }
 
-// Updates the elements in 16 bytes of the parameter; every operand must reach a 16-byte boundary at the first.
+// Addresses of the elements from a task's first one on, for a loop: the entry would be read again after every store.
+template <class Types, class Rule>
+struct Addresses {
+  void *w, *g, *state[Rule::states];
+  bool g_aligned;
+
+  template <typename T>
+  LOCO_DEVICE explicit Addresses(const Task<Rule, T>& task) {
+    w = static_cast<Stored<Types::w>*>(task.entry.w) + task.begin;
+    g = static_cast<Stored<Types::w>*>(task.g) + task.begin;
+#pragma unroll
+    for (int k = 0; k < Rule::states; ++k) {
+      void* const first = task.entry.state[k];
+      state[k] = first ? static_cast<Stored<Types::state>*>(first) + task.begin : nullptr;
+    }
+    g_aligned = task.g_aligned();
+  }
+};
+
+// Updates the elements in 16 bytes of the parameter; every operand but the gradient must reach a 16-byte boundary at
+// the first.
 template <class Types, class Rule, typename T>
-LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset) {
+LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, Rule>& of, const Cycle<T>& cycle,
+                             const typename Cycle<T>::Place& place, const MoveAll<Rule, T>& move_all, uint32_t offset) {
   constexpr int N = Types::width;
-  const Entry& e = task.entry;
-  const int64_t i = task.begin + offset;
-  T w[N], g[N], state[kStates][N], c[N], metric[N];
-  load_vector<Types::w, N>(e.w, i, w);
-  load_vector<Types::w, N>(task.g, i, g);
+  T w[N], g[N], state[kStates][N], c[N];
+  load_vector<Types::w, N>(of.w, offset, w);
+  load_vector<Types::w, N>(of.g, offset, g, of.g_aligned);
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
-    if (e.state[k]) load_vector<Types::state, N>(e.state[k], i, state[k]);
+    if (task.flags.uses(k)) load_vector<Types::state, N>(of.state[k], offset, state[k]);
   }
-  cycle.read(task, offset, c);
   if (task.p.grad_scale.data) {
     const T scale = task.grad_scale();
 #pragma unroll
     for (int k = 0; k < N; ++k) g[k] = g[k] / scale;
-    store_vector<Types::w, N>(task.g, i, g);
+    store_vector<Types::w, N>(of.g, offset, g, of.g_aligned);
   }
-  update_all(task, w, g, state, c, metric);
-  store_vector<Types::w, N>(e.w, i, w);
+  cycle.read(task, place, c);
+  decay_all(task, w, g, c);
+  move_all(task, w, g, state);
+  store_vector<Types::w, N>(of.w, offset, w);
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
-    if (e.state[k]) store_vector<Types::state, N>(e.state[k], i, state[k]);
+    if (task.flags.uses(k)) store_vector<Types::state, N>(of.state[k], offset, state[k]);
   }
 }
 
@@ -272,7 +417,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   // Absent states are zeroed: registers that are never set would stay live from vector to vector and be spilled.
   Packed<Types::state, Types::width> all_state[kStates] = {};
   all_w.load(e.w, i);
-  all_g.load(task.g, i);
+  all_g.load(task.g, i, task.g_aligned());
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) all_state[k].load(e.state[k], i);
@@ -285,7 +430,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
     all_g.front(g);
 #pragma unroll
     for (int k = 0; k < Rule::states; ++k) all_state[k].front(state[k]);
-    cycle.read(task, offset + begin, c);
+    cycle.read(task, cycle.at(offset + begin), c);
     if (is_scaled) {
 #pragma unroll
       for (int k = 0; k < n; ++k) g[k] = g[k] / task.grad_scale();
@@ -300,7 +445,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
 #pragma unroll
     for (int k = 0; k < Rule::states; ++k) all_state[k].push(state[k], stochastic ? random[1 + k] : nullptr);
   }
-  if (is_scaled) all_g.store(task.g, i);
+  if (is_scaled) all_g.store(task.g, i, task.g_aligned());
 #pragma unroll
   for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) all_state[k].store(e.state[k], i);

@@ -28,11 +28,16 @@ struct SgdFlags {
   Decay decay;
   Momentum momentum;
   bool nesterov;
+
+  // Returns whether the step reads or writes a state.
+  LOCO_HD bool uses(int state) const { return state == 0 && momentum != Momentum::none; }
 };
 
 struct AdamFlags {
   Decay decay;
   bool amsgrad;
+
+  LOCO_HD bool uses(int state) const { return state < 2 || amsgrad; }
 };
 
 template <typename T>
@@ -49,19 +54,18 @@ struct AdamScalars {
   bool lerp_from_end;       // use torch.lerp's second form, for 1 - beta1 >= 0.5
 };
 
-// Returns d. It differs from g for l2 and l1 only.
+// Applies the decay: g becomes d, and w is multiplied by c if the decay is decoupled.
 template <typename T>
-LOCO_HD T decayed_gradient(Decay decay, T w, T g, T c) {
-  if (decay == Decay::l2) return std::fma(c, w, g);
-  if (decay == Decay::l1) return g + c * static_cast<T>((w > T(0)) - (w < T(0)));
-  return g;
+LOCO_HD void apply_decay(Decay decay, T& w, T& g, T c) {
+  if (decay == Decay::l2) g = std::fma(c, w, g);
+  if (decay == Decay::l1) g = g + c * static_cast<T>((w > T(0)) - (w < T(0)));
+  if (decay == Decay::decoupled) w = w * c;
 }
 
-// Updates w and the momentum buffer. Without momentum the buffer is neither read nor written; the first step does not
-// read it.
+// Updates w and the momentum buffer after the decay. Without momentum the buffer is neither read nor written; the first
+// step does not read it.
 template <typename T>
-LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
-  T d = decayed_gradient(f.decay, w, g, c);
+LOCO_HD void move_sgd(T& w, T d, T& buffer, SgdFlags f, const SgdScalars<T>& s) {
   if (f.momentum != Momentum::none) {
     const T b = f.momentum == Momentum::first ? d : std::fma(s.undamped, d, buffer * s.momentum);
     buffer = b;
@@ -70,22 +74,47 @@ LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) 
   w = std::fma(-s.lr, d, w);
 }
 
-// Updates w, m, v and v_max; v_max is neither read nor written without amsgrad. Returns the denominator of m.
 template <typename T>
-LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
-  if (f.decay == Decay::decoupled) w = w * c;
-  const T d = decayed_gradient(f.decay, w, g, c);
+LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
+  apply_decay(f.decay, w, g, c);
+  move_sgd(w, g, buffer, f, s);
+}
+
+// Updates m and v after the decay.
+template <typename T>
+LOCO_HD void update_moments(T d, T& m, T& v, bool lerp_from_end, const AdamScalars<T>& s) {
   const T gap = d - m;
-  m = std::fma(s.lerp_weight, gap, s.lerp_from_end ? d : m);
+  m = std::fma(s.lerp_weight, gap, lerp_from_end ? d : m);
   v = std::fma(s.one_minus_beta2 * d, d, v * s.beta2);
-  T second = v;
-  if (f.amsgrad) {
-    second = (v > v_max || v != v) ? v : v_max;  // NaN wins, as in torch.maximum
-    v_max = second;
-  }
-  const T denominator = std::sqrt(second) / s.bias_correction2_sqrt + s.eps;
+}
+
+// Returns the larger of v and v_max. NaN wins, as in torch.maximum.
+template <typename T>
+LOCO_HD T larger(T v, T v_max) {
+  return (v > v_max || v != v) ? v : v_max;
+}
+
+// Returns what m is divided by. second: v, or the largest v with amsgrad.
+template <typename T>
+LOCO_HD T adam_denominator(T second, const AdamScalars<T>& s) {
+  return std::sqrt(second) / s.bias_correction2_sqrt + s.eps;
+}
+
+// Updates w, m, v and v_max after the decay; v_max is neither read nor written without amsgrad. Returns the denominator
+// of m.
+template <typename T>
+LOCO_HD T move_adam(T& w, T d, T& m, T& v, T& v_max, AdamFlags f, const AdamScalars<T>& s) {
+  update_moments(d, m, v, s.lerp_from_end, s);
+  if (f.amsgrad) v_max = larger(v, v_max);
+  const T denominator = adam_denominator(f.amsgrad ? v_max : v, s);
   w = w + s.negative_step_size * m / denominator;
   return denominator;
+}
+
+template <typename T>
+LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
+  apply_decay(f.decay, w, g, c);
+  return move_adam(w, g, m, v, v_max, f, s);
 }
 
 // The random number generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").

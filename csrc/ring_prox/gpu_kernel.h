@@ -94,11 +94,11 @@ class Kernel {
       using S = Stored<dtype>;
       const auto one = [&](uint32_t i) { static_cast<S*>(out)[i] = narrowed<dtype>(at(Walk(p_.rings, i))); };
       const auto vector = [&](uint32_t i) {
-        S values[16 / sizeof(S)];
+        T values[16 / sizeof(S)];
         Walk walk(p_.rings, i);
 #pragma unroll
-        for (S& value : values) value = narrowed<dtype>(at(walk)), walk.next();
-        store_vector(out, i, values);
+        for (T& value : values) value = at(walk), walk.next();
+        store_vector<dtype>(out, i, values);
       };
       split<dtype>(out, p_.rings.numel(), vector, one);
     });

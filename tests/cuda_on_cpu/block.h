@@ -1,4 +1,7 @@
-// Runs the threads of one block, and lets those that meet at a barrier or a warp collective go on together.
+// Runs the threads of a grid, and lets those that meet at a barrier or a warp collective go on together.
+//
+// One or several blocks are resident at a time. In a shuffled order, a thread of another resident block may go on
+// wherever a thread waits or is about to make an atomic operation.
 //
 // Threads that have returned are not waited for, as on GPUs since compute capability 7.0. All others must come to the
 // same barrier, by its place in the source; the lanes that a collective's mask names must come to the same collective
@@ -25,6 +28,9 @@ constexpr int warpSize = 32;
 namespace cuda_on_cpu {
 
 constexpr int kNone = -1;
+// How often on average, where there are several resident blocks, the running one goes on before another does: at
+// barriers and collectives, where all threads of a block pass, and at atomic operations.
+constexpr uint64_t kStayAtMeetings = 16, kStayAtAtomics = 2;
 constexpr uint64_t kPoison = ~uint64_t{0};
 
 struct Order {
@@ -58,42 +64,63 @@ struct Meeting {
   }
 };
 
-class Block {
+// The shared memory of resident blocks. One of them has it in place, where its threads find it.
+class SharedMemory {
+ public:
+  virtual ~SharedMemory() = default;
+  // Puts memory that nothing has been written to in place, for a block that begins.
+  virtual void begin(int resident) = 0;
+  virtual void take_away(int resident) = 0;
+  virtual void put_back(int resident) = 0;
+  virtual void end(int resident) = 0;
+};
+
+class Grid {
  public:
   using Body = void (*)(void* context);
 
-  // Calls body(context) in each of `threads` threads. order is advanced.
-  void run(const char* kernel, int threads, Body body, void* context, Order& order) {
-    kernel_ = kernel, body_ = body, context_ = context, order_ = &order;
-    threads_.assign(threads, Thread{});
-    live_ = threads;
-    at_barrier_ = 0;
-    ready_.clear();
-    release(0, threads, [](int) { return true; });
+  // Calls body(context) in each of `threads` threads of each of the blocks, at most `most` of which are resident at a
+  // time. blocks: their numbers, in the order in which they begin. order is advanced.
+  void run(const char* kernel, const std::vector<uint64_t>& blocks, int most, int threads, Body body, void* context,
+           Order& order, SharedMemory& shared) {
+    if (blocks.empty()) return;
+    kernel_ = kernel, body_ = body, context_ = context, order_ = &order, shared_ = &shared;
+    blocks_ = &blocks, begun_ = 0, thread_count_ = threads;
+    residents_.assign(std::min<size_t>(most, blocks.size()), Resident{});
+    for (Resident& resident : residents_) {
+      if (resident_ != nullptr) shared_->take_away(number());
+      begin(resident);
+    }
     give(pick());
     first_.switch_to(*idle_fiber());
+    residents_.clear();
+    resident_ = nullptr;
+  }
+
+  // Lets other threads go on before the running one does, in a shuffled order.
+  void yield() {
+    if (resident_ == nullptr || order_->kind != Order::shuffled) return;
+    Thread& thread = threads()[running_];
+    thread.state = State::ready;
+    thread.fiber = fiber_;
+    resident_->ready.push_back(running_);
+    go_on_elsewhere(kStayAtAtomics);
   }
 
   // Waits for the others; returns the number of votes in the block, or what Meeting::source says.
   uint64_t meet(const Meeting& meeting) {
     const int self = running_;
-    Thread& thread = threads_[self];
-    Fiber* fiber = fiber_;
+    Thread& thread = threads()[self];
     thread.state = State::waiting;
     thread.at = meeting;
-    thread.fiber = fiber;
+    thread.fiber = fiber_;
     if (meeting.whole_block) {
-      ++at_barrier_;
+      ++resident_->at_barrier;
       try_barrier();
     } else {
       try_warp(self);
     }
-    const int next = pick();
-    give(next);
-    Fiber* target = threads_[next].fiber;
-    if (target == nullptr) target = idle_fiber();
-    if (target != fiber) fiber->switch_to(*target);
-    fiber_ = fiber;
+    go_on_elsewhere(kStayAtMeetings);
     return thread.result;
   }
 
@@ -110,6 +137,13 @@ class Block {
     uint64_t result = 0;
   };
 
+  struct Resident {
+    uint64_t block = 0;
+    std::vector<Thread> threads;
+    std::deque<int> ready;
+    int live = 0, at_barrier = 0;
+  };
+
   // Every fiber's body: runs threads to their end, one after the other, as long as there are some that have not begun.
   static void work();
 
@@ -121,12 +155,53 @@ class Block {
       const int next = pick();
       if (next != kNone) {
         give(next);
-        if (threads_[next].fiber == nullptr) continue;
+        if (threads()[next].fiber == nullptr) continue;
       }
       idle_.push_back(self);
-      self->switch_to(next == kNone ? first_ : *threads_[next].fiber);
+      self->switch_to(next == kNone ? first_ : *threads()[next].fiber);
     }
   }
+
+  // Runs other threads until it is the running thread's turn again.
+  void go_on_elsewhere(uint64_t stay) {
+    Fiber* const fiber = fiber_;
+    const int next = pick(stay);
+    give(next);
+    Fiber* target = threads()[next].fiber;
+    if (target == nullptr) target = idle_fiber();
+    if (target != fiber) fiber->switch_to(*target);
+    fiber_ = fiber;
+  }
+
+  // Begins the next block in the place of a resident one.
+  void begin(Resident& resident) {
+    resident_ = &resident;
+    resident.block = (*blocks_)[begun_++];
+    resident.threads.assign(thread_count_, Thread{});
+    resident.live = thread_count_;
+    resident.at_barrier = 0;
+    shared_->begin(number());
+    enter();
+    release(0, thread_count_, [](int) { return true; });
+  }
+
+  // Makes the resident block's number that of the running one.
+  void enter() {
+    const uint64_t x = gridDim.x, y = gridDim.y, block = resident_->block;
+    blockIdx = {static_cast<unsigned>(block % x), static_cast<unsigned>(block / x % y),
+                static_cast<unsigned>(block / x / y)};
+  }
+
+  void change_to(Resident& other) {
+    if (&other == resident_) return;
+    if (resident_->live > 0) shared_->take_away(number());
+    resident_ = &other;
+    shared_->put_back(number());
+    enter();
+  }
+
+  int number() const { return static_cast<int>(resident_ - residents_.data()); }
+  std::vector<Thread>& threads() const { return resident_->threads; }
 
   Fiber* idle_fiber() {
     if (idle_.empty()) {
@@ -139,17 +214,30 @@ class Block {
     return fiber;
   }
 
-  // The thread to run next, or kNone when all have returned.
-  int pick() {
-    if (ready_.empty()) {
-      if (live_ > 0) report_stuck();
-      return kNone;
+  // The thread of the resident block to run next, or kNone when all threads of all blocks have returned.
+  int pick(uint64_t stay = kStayAtMeetings) {
+    if (resident_->live == 0 && !next_block()) return kNone;
+    if (residents_.size() > 1 && order_->random() % stay == 0) {
+      Resident& other = residents_[order_->random() % residents_.size()];
+      if (other.live > 0) change_to(other);
     }
-    if (order_->kind == Order::shuffled) std::swap(ready_.front(), ready_[order_->random() % ready_.size()]);
+    std::deque<int>& ready = resident_->ready;
+    if (ready.empty()) report_stuck();
+    if (order_->kind == Order::shuffled) std::swap(ready.front(), ready[order_->random() % ready.size()]);
     const bool last = order_->kind == Order::eager;
-    const int thread = last ? ready_.back() : ready_.front();
-    last ? ready_.pop_back() : ready_.pop_front();
+    const int thread = last ? ready.back() : ready.front();
+    last ? ready.pop_back() : ready.pop_front();
     return thread;
+  }
+
+  // Ends the running block, and goes on to a new one or another; returns false if there is none.
+  bool next_block() {
+    shared_->end(number());
+    if (begun_ < blocks_->size()) return begin(*resident_), true;
+    for (Resident& other : residents_) {
+      if (other.live > 0) return change_to(other), true;
+    }
+    return false;
   }
 
   void give(int thread) {
@@ -163,50 +251,50 @@ class Block {
     for (int i = begin; i < end; ++i) {
       const int thread = order_->kind == Order::reverse ? begin + end - 1 - i : i;
       if (!chosen(thread)) continue;
-      threads_[thread].state = State::ready;
-      ready_.push_back(thread);
+      threads()[thread].state = State::ready;
+      resident_->ready.push_back(thread);
     }
   }
 
   void leave() {
-    threads_[running_].state = State::returned;
-    --live_;
-    if (live_ > 0) try_barrier();
+    threads()[running_].state = State::returned;
+    --resident_->live;
+    if (resident_->live > 0) try_barrier();
     const int first = running_ / warpSize * warpSize;
     for (int i = first; i < first + warpSize && i < size(); ++i) {
-      if (threads_[i].state == State::waiting && !threads_[i].at.whole_block) try_warp(i);
+      if (threads()[i].state == State::waiting && !threads()[i].at.whole_block) try_warp(i);
     }
   }
 
   // Opens the barrier if all threads that are left wait at one.
   void try_barrier() {
-    if (at_barrier_ != live_) return;
-    const auto waits = [&](int i) { return threads_[i].state == State::waiting; };
+    if (resident_->at_barrier != resident_->live) return;
+    const auto waits = [&](int i) { return threads()[i].state == State::waiting; };
     const Meeting* first = nullptr;
     uint64_t votes = 0;
     for (int i = 0; i < size(); ++i) {
       if (!waits(i)) continue;
-      if (first == nullptr) first = &threads_[i].at;
-      if (!threads_[i].at.same_place(*first)) report_stuck();
-      votes += threads_[i].at.value != 0;
+      if (first == nullptr) first = &threads()[i].at;
+      if (!threads()[i].at.same_place(*first)) report_stuck();
+      votes += threads()[i].at.value != 0;
     }
-    for (Thread& thread : threads_) thread.result = votes;
-    at_barrier_ = 0;
+    for (Thread& thread : threads()) thread.result = votes;
+    resident_->at_barrier = 0;
     release(0, size(), waits);
   }
 
   // Lets the lanes that a waiting thread's mask names go on if they are all there.
   void try_warp(int waiting) {
-    const Meeting& meeting = threads_[waiting].at;
+    const Meeting& meeting = threads()[waiting].at;
     const int first = waiting / warpSize * warpSize;
     const int lanes = std::min(warpSize, size() - first);
     // Mostly some are on their way yet.
     for (int lane = 0; lane < lanes; ++lane) {
-      if ((meeting.mask >> lane & 1) && threads_[first + lane].state == State::ready) return;
+      if ((meeting.mask >> lane & 1) && threads()[first + lane].state == State::ready) return;
     }
     uint32_t present = 0, votes = 0;
     for (int lane = 0; lane < lanes; ++lane) {
-      const Thread& thread = threads_[first + lane];
+      const Thread& thread = threads()[first + lane];
       if (!(meeting.mask >> lane & 1) || thread.state == State::returned) continue;
       if (thread.state != State::waiting || !thread.at.same_place(meeting)) return;
       present |= 1u << lane;
@@ -215,25 +303,25 @@ class Block {
     const auto is_present = [&](int lane) { return lane >= 0 && lane < warpSize && (present >> lane & 1); };
     for (int lane = 0; lane < warpSize; ++lane) {
       if (!is_present(lane)) continue;
-      Thread& thread = threads_[first + lane];
+      Thread& thread = threads()[first + lane];
       const int source = thread.at.source;
       // Reading from an absent lane is undefined: such a lane gets poison.
-      thread.result = source == kNone ? votes : is_present(source) ? threads_[first + source].at.value : kPoison;
+      thread.result = source == kNone ? votes : is_present(source) ? threads()[first + source].at.value : kPoison;
     }
     release(first, first + warpSize, [&](int i) { return is_present(i - first); });
   }
 
   [[noreturn]] void report_stuck() const {
     std::string text;
-    std::vector<bool> told(threads_.size());
+    std::vector<bool> told(threads().size());
     int returned = 0;
     for (int i = 0; i < size(); ++i) {
-      returned += threads_[i].state == State::returned;
-      if (threads_[i].state != State::waiting || told[i]) continue;
-      const Meeting& at = threads_[i].at;
+      returned += threads()[i].state == State::returned;
+      if (threads()[i].state != State::waiting || told[i]) continue;
+      const Meeting& at = threads()[i].at;
       int count = 0;
       for (int k = i; k < size(); ++k) {
-        if (threads_[k].state != State::waiting || !threads_[k].at.same_place(at)) continue;
+        if (threads()[k].state != State::waiting || !threads()[k].at.same_place(at)) continue;
         told[k] = true;
         ++count;
       }
@@ -247,15 +335,19 @@ class Block {
          kernel_, blockIdx.x, blockIdx.y, blockIdx.z, text.c_str(), returned);
   }
 
-  int size() const { return static_cast<int>(threads_.size()); }
+  int size() const { return thread_count_; }
 
   const char* kernel_ = "";
   Body body_ = nullptr;
   void* context_ = nullptr;
   Order* order_ = nullptr;
-  std::vector<Thread> threads_;
-  std::deque<int> ready_;
-  int live_ = 0, at_barrier_ = 0, running_ = 0;
+  SharedMemory* shared_ = nullptr;
+  const std::vector<uint64_t>* blocks_ = nullptr;
+  size_t begun_ = 0;
+  int thread_count_ = 0;
+  std::vector<Resident> residents_;
+  Resident* resident_ = nullptr;  // the one that the running thread belongs to
+  int running_ = 0;
   Fiber first_;  // the caller's
   Fiber* fiber_ = nullptr;
   Fiber* starting_ = nullptr;
@@ -263,14 +355,14 @@ class Block {
   std::vector<Fiber*> idle_;
 };
 
-inline Block& block() {
-  static Block only;
+inline Grid& grid() {
+  static Grid only;
   return only;
 }
 
-inline void Block::work() {
+inline void Grid::work() {
   Fiber::arrive();
-  block().work_on(block().starting_);
+  grid().work_on(grid().starting_);
 }
 
 }  // namespace cuda_on_cpu

@@ -53,10 +53,10 @@ class Memory {
   std::unique_ptr<char, Free> memory_;
 };
 
-void fill(Random& random, DType dtype, const Memory& memory, int64_t elements, bool positive) {
+void fill(Random& random, DType dtype, const Memory& memory, int64_t elements, bool positive, double scale) {
   std::normal_distribution<double> normal;
   for (int64_t i = 0; i < elements; ++i) {
-    const double drawn = normal(random), value = positive ? drawn * drawn + 0.1 : drawn;
+    const double drawn = scale * normal(random), value = positive ? drawn * drawn + 0.1 : drawn;
     const auto single = static_cast<float>(value);
     switch (dtype) {
       case DType::f64:
@@ -121,14 +121,14 @@ const Nest* random_nest(Random& random, const Shape& shape, Twins& twins, int64_
   return &twins.nests.back();
 }
 
-void add_operand(Random& random, DType dtype, const Shape& shape, bool positive, Twins& twins, Operand& cpu,
-                 Operand& gpu) {
+void add_operand(Random& random, DType dtype, const Shape& shape, bool positive, double scale, Twins& twins,
+                 Operand& cpu, Operand& gpu) {
   int64_t elements;
   const Nest* nest = random_nest(random, shape, twins, elements);
   const bool shifted = chance(random, 4);
   twins.cpu_memory.emplace_back(random, dtype, elements, shifted);
   twins.gpu_memory.emplace_back(random, dtype, elements, shifted);
-  fill(random, dtype, twins.cpu_memory.back(), elements, positive);
+  fill(random, dtype, twins.cpu_memory.back(), elements, positive, scale);
   twins.gpu_memory.back().take(twins.cpu_memory.back());
   cpu = {twins.cpu_memory.back().data(), dtype, nest};
   gpu = {twins.gpu_memory.back().data(), dtype, nest};
@@ -218,9 +218,13 @@ void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins)
   add_penalty(random, shape, twins, cpu);
   if (shrinks(cpu.penalty)) twins.shrunk.push_back(static_cast<int>(twins.cpu_memory.size()));
   gpu = cpu;
-  add_operand(random, s.w, shape, false, twins, cpu.w, gpu.w);
-  add_operand(random, s.g, shape, false, twins, cpu.g, gpu.g);
-  for (int k = 0; k < s.states; ++k) add_operand(random, s.state, shape, k > 0, twins, cpu.state[k], gpu.state[k]);
+  // Some steps are zero, and some are so small that quotients and their remainders underflow.
+  const double scale = !chance(random, 4) ? 1 : chance(random, 4) ? 0 : 0x1p-125;
+  add_operand(random, s.w, shape, false, scale, twins, cpu.w, gpu.w);
+  add_operand(random, s.g, shape, false, scale, twins, cpu.g, gpu.g);
+  for (int k = 0; k < s.states; ++k) {
+    add_operand(random, s.state, shape, k > 0, scale, twins, cpu.state[k], gpu.state[k]);
+  }
   if (s.adam) {
     gpu.counter_dtype = chance(random, 2) ? DType::f64 : DType::f32;
     twins.cpu_memory.emplace_back(random, gpu.counter_dtype, 1, true);
@@ -293,6 +297,12 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   upload(table.bytes.data(), owner.get(), size, nullptr);
   const double scale = s.grad_scale;
   const float found = s.found_inf ? 1 : 0;
+  const cuda_on_cpu::Owned table_on_host(table.bytes.data(), table.bytes.size(), cuda_on_cpu::kHost);
+  const cuda_on_cpu::Owned hyper_on_host(hyper.data(), hyper.size() * sizeof(double), cuda_on_cpu::kHost);
+  std::deque<cuda_on_cpu::Owned> of_tensors;
+  for (const Memory& memory : twins.gpu_memory) of_tensors.emplace_back(memory.data(), memory.size(), 0);
+  for (const Memory& memory : twins.cpu_memory)
+    of_tensors.emplace_back(memory.data(), memory.size(), cuda_on_cpu::kHost);
   CudaCall call{&table, owner.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
   step_cuda<Rule>(call);
   if (launch_error() != nullptr) std::abort();

@@ -3,16 +3,21 @@
 //
 //   g++ -x c++ -std=c++17 -isystem <cuda>/include -include cuda_on_cpu.h kernel.cu
 //
-// Blocks run one after another. A block's threads are fibers (fiber.h): each runs until it waits at a barrier or a warp
-// collective (block.h), then the next one does. In which order is chosen by
-// CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a missing barrier shows in one of
-// them. CUDA_ON_CPU_LAST_BLOCKS=N lets only the last N blocks of every grid run. Reported with a message and abort():
-// barriers and collectives that can never be left, lanes that are missing from their own mask, more than 48 KB of
-// shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
+// Threads are fibers (fiber.h): each runs until it waits at a barrier or a warp collective (block.h), then the next one
+// does. In which order is chosen by CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a
+// missing barrier shows in one of them. Blocks run one after another, but with a SEED three of them at a time, in
+// random order: threads of another block go on at barriers, collectives and atomic operations.
+// CUDA_ON_CPU_LAST_BLOCKS=N lets only the last N blocks of every grid run.
 //
-// Not seen: lost updates of plain increments (threads only change places where they wait), weak memory ordering.
-// Static __shared__ variables hold NaN patterns when a block begins; under AddressSanitizer they have its redzones
-// instead.
+// There are two devices (devices.h). Reported with a message and abort(): barriers and collectives that can never be
+// left, lanes that are missing from their own mask, more than 48 KB of shared memory, launches on a stream that is not
+// the current one or belongs to another device than the current one. Launches that a GPU refuses set
+// cudaErrorInvalidConfiguration, those of kernels that CUDA_ON_CPU_MISSING names cudaErrorNoKernelImageForDevice.
+//
+// Static __shared__ variables hold NaN patterns when a block begins. Under AddressSanitizer they have its redzones
+// instead, only one block runs at a time, and memory may belong to the host or to a device alone (Owned in devices.h).
+//
+// CONTRIBUTING.md lists what is not seen.
 #pragma once
 
 #include <cuda_runtime.h>

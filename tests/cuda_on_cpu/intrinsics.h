@@ -8,6 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "block.h"
+
 namespace cuda_on_cpu {
 
 // A parameter that takes no part in deducing T.
@@ -26,9 +28,10 @@ To bits_as(From value) {
   return result;
 }
 
-// Threads change places only where they wait: nothing can come between reading and writing.
+// Threads change places here and where they wait: nothing can come between reading and writing.
 template <class T, class Change>
 T replace(T* address, Change change) {
+  grid().yield();
   const T old = *address;
   *address = change(old);
   return old;

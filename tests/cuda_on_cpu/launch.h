@@ -1,4 +1,4 @@
-// Launching a kernel: limits, the order of blocks and threads, shared memory.
+// Launching a kernel: limits, the stream, the order of blocks and threads, shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "block.h"
+#include "devices.h"
 #include "intrinsics.h"
 
 // As in common/launch.h.
@@ -51,7 +52,7 @@ inline Order& order() {
 inline void set_order(const char* text) { order() = parse_order(text); }
 
 // The running thread's instances of all thread-local variables of this program or library: its __shared__ variables.
-struct SharedMemory {
+struct SharedVariables {
   unsigned char* begin = nullptr;
   size_t size = 0;
 
@@ -73,18 +74,18 @@ struct SharedMemory {
 };
 
 #if defined(__SANITIZE_ADDRESS__)
-inline SharedMemory shared_memory() { return {}; }
+inline SharedVariables shared_variables() { return {}; }
 #else
 inline thread_local unsigned char shared_marker = 0;
 
-inline SharedMemory shared_memory() {
-  SharedMemory found;
+inline SharedVariables shared_variables() {
+  SharedVariables found;
   const auto look = [](dl_phdr_info* info, size_t, void* result) {
     auto* memory = static_cast<unsigned char*>(info->dlpi_tls_data);
     for (int i = 0; memory != nullptr && i < info->dlpi_phnum; ++i) {
       const size_t size = info->dlpi_phdr[i].p_memsz;
       if (info->dlpi_phdr[i].p_type != PT_TLS || &shared_marker < memory || &shared_marker >= memory + size) continue;
-      *static_cast<SharedMemory*>(result) = {memory, size};
+      *static_cast<SharedVariables*>(result) = {memory, size};
     }
     return 0;
   };
@@ -118,59 +119,101 @@ constexpr size_t parameter_bytes() {
   return at;
 }
 
-// Dynamic shared memory of the running grid, beside its __shared__ variables.
+// Dynamic shared memory of the running block, beside its __shared__ variables.
 inline unsigned char* requested_memory = nullptr;
 
-inline void run_block(const char* kernel, uint64_t index, Block::Body body, void* context, const SharedMemory& shared,
-                      const SharedMemory& requested) {
-  const uint64_t x = gridDim.x, y = gridDim.y;
-  blockIdx = {static_cast<unsigned>(index % x), static_cast<unsigned>(index / x % y),
-              static_cast<unsigned>(index / x / y)};
-  shared.poison();
-  requested.poison();
-  block().run(kernel, static_cast<int>(blockDim.x * blockDim.y * blockDim.z), body, context, order());
-  const int64_t used = shared.used() + static_cast<int64_t>(requested.size);
-  if (used > kMostShared) fail("%s: more than %ld bytes of shared memory", kernel, kMostShared);
+class SharedMemoryOfGrid : public SharedMemory {
+ public:
+  // bytes: of dynamic shared memory
+  SharedMemoryOfGrid(const char* kernel, size_t bytes, int residents)
+      : kernel_(kernel), bytes_(bytes), variables_(shared_variables()) {
+    for (int i = 0; i < residents; ++i) {
+      residents_.push_back({std::make_unique<unsigned char[]>(bytes), {}});  // a sanitizer sees what lies beside it
+    }
+  }
+
+  // Blocks whose __shared__ variables cannot be told from other variables run one after the other.
+  static int most_residents() { return order().kind == Order::shuffled && shared_variables().size > 0 ? 3 : 1; }
+
+  void begin(int resident) override {
+    variables_.poison();
+    requested_memory = residents_[resident].requested.get();
+    if (bytes_ > 0) std::memset(requested_memory, 0xff, bytes_);
+  }
+
+  void take_away(int resident) override {
+    residents_[resident].variables.assign(variables_.begin, variables_.begin + variables_.size);
+  }
+
+  void put_back(int resident) override {
+    const Copy& copy = residents_[resident];
+    if (variables_.size > 0) std::memcpy(variables_.begin, copy.variables.data(), copy.variables.size());
+    requested_memory = copy.requested.get();
+  }
+
+  void end(int) override {
+    const int64_t used = variables_.used() + static_cast<int64_t>(bytes_);
+    if (used > kMostShared) fail("%s: more than %ld bytes of shared memory", kernel_, kMostShared);
+  }
+
+ private:
+  struct Copy {
+    std::unique_ptr<unsigned char[]> requested;
+    std::vector<unsigned char> variables;
+  };
+
+  const char* kernel_;
+  size_t bytes_;
+  SharedVariables variables_;
+  std::vector<Copy> residents_;
+};
+
+// Returns the numbers of a grid's blocks in the order in which they begin.
+inline std::vector<uint64_t> blocks_in_order(uint64_t count) {
+  const char* const last = std::getenv("CUDA_ON_CPU_LAST_BLOCKS");
+  const uint64_t first = last != nullptr ? count - std::min(count, uint64_t{std::strtoull(last, nullptr, 10)}) : 0;
+  std::vector<uint64_t> blocks(count - first);
+  std::iota(blocks.begin(), blocks.end(), first);
+  if (order().kind == Order::reverse) std::reverse(blocks.begin(), blocks.end());
+  if (order().kind != Order::shuffled) return blocks;
+  for (uint64_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[order().random() % i]);
+  return blocks;
 }
 
-inline void run_grid(const char* kernel, const Extent& blocks, const Extent& threads, size_t bytes, Block::Body body,
-                     void* context) {
+inline void run_grid(const char* kernel, const Extent& blocks, const Extent& threads, size_t bytes, const void* stream,
+                     Grid::Body body, void* context) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
+  check_stream(kernel, stream);
   if (!blocks.within(INT32_MAX, 65535, 65535) || !threads.within(1024, 1024, 64) || threads.count() > 1024) {
     std::fprintf(stderr, "cuda_on_cpu: %s: launch of %u x %u x %u blocks of %u x %u x %u threads is refused\n", kernel,
                  blocks.size.x, blocks.size.y, blocks.size.z, threads.size.x, threads.size.y, threads.size.z);
     last_error = cudaErrorInvalidConfiguration;
     return;
   }
+  if (is_missing(kernel)) {
+    last_error = cudaErrorNoKernelImageForDevice;
+    return;
+  }
   ++launches;
   gridDim = blocks.size;
   blockDim = threads.size;
-  const SharedMemory shared = shared_memory();
-  const std::unique_ptr<unsigned char[]> memory(new unsigned char[bytes]);  // a sanitizer sees what lies beside it
-  const SharedMemory requested{memory.get(), bytes};
-  requested_memory = memory.get();
-  const uint64_t count = blocks.count();
-  std::vector<uint64_t> shuffled(order().kind == Order::shuffled ? count : 0);
-  std::iota(shuffled.begin(), shuffled.end(), uint64_t{0});
-  for (uint64_t i = shuffled.size(); i > 1; --i) std::swap(shuffled[i - 1], shuffled[order().random() % i]);
-  const char* const last = std::getenv("CUDA_ON_CPU_LAST_BLOCKS");
-  const uint64_t first = last != nullptr ? count - std::min(count, uint64_t{std::strtoull(last, nullptr, 10)}) : 0;
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t index = !shuffled.empty() ? shuffled[i] : order().kind == Order::reverse ? count - 1 - i : i;
-    if (index >= first) run_block(kernel, index, body, context, shared, requested);
-  }
+  const int most = SharedMemoryOfGrid::most_residents();
+  SharedMemoryOfGrid shared(kernel, bytes, most);
+  const OnDevice on_device;
+  grid().run(kernel, blocks_in_order(blocks.count()), most, static_cast<int>(threads.count()), body, context, order(),
+             shared);
 }
 
 // Arguments are converted and copied at the launch, and once more for each thread, which may write to its own.
 template <class... Params>
 void launch(const char* name, void (*kernel)(Params...), Extent blocks, Extent threads, size_t bytes,
-            const void* /*stream*/, SameT<Params>... arguments) {
+            const void* stream, SameT<Params>... arguments) {
   static_assert((std::is_trivially_copyable_v<Params> && ...), "kernel parameters must be trivially copyable");
   static_assert(parameter_bytes<Params...>() <= kMostParameters, "kernel parameters take more than 32764 bytes");
   const auto call = [&] { kernel(arguments...); };
   const auto body = [](void* context) { (*static_cast<decltype(call)*>(context))(); };
-  run_grid(name, blocks, threads, bytes, body, const_cast<void*>(static_cast<const void*>(&call)));
+  run_grid(name, blocks, threads, bytes, stream, body, const_cast<void*>(static_cast<const void*>(&call)));
 }
 
 }  // namespace cuda_on_cpu

@@ -100,6 +100,64 @@ bool repeats() {
   return true;
 }
 
+template <Fault fault>
+bool slots() {
+  const int blocks = 8, threads = 64;
+  std::vector<float> memory(blocks * threads), out(blocks * threads);
+  LOCO_LAUNCH(reverse_in_slot<fault>, blocks, threads, nullptr, memory.data(), out.data());
+  for (int i = 0; i < blocks * threads; ++i) {
+    if (out[i] != static_cast<float>(i / threads * threads + threads - 1 - i % threads)) return false;
+  }
+  return true;
+}
+
+template <Fault fault>
+bool tickets() {
+  const int blocks = 16;
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    std::vector<float> parts(blocks);
+    unsigned drawn[2] = {};
+    float sum = 0;
+    LOCO_LAUNCH(sum_by_last_block<fault>, blocks, 32, nullptr, parts.data(), drawn, &sum);
+    if (sum != blocks) return false;
+  }
+  return true;
+}
+
+// Launches on a stream of `device`, which is the current one or not, while device 1 is current.
+template <int device, bool stale>
+bool streams() {
+  cudaSetDevice(1);
+  const void* const stream = cuda_on_cpu::change_stream(device);
+  if (stale) cuda_on_cpu::change_stream(device);
+  float x[2] = {};
+  LOCO_LAUNCH(add_one, 1, 2, stream, x);
+  cudaSetDevice(0);
+  cuda_on_cpu::current_stream = nullptr;
+  return x[1] == 1;
+}
+
+bool missing_kernel() {
+  float x = 0;
+  cuda_on_cpu::missing_kernel = "add_one";
+  LOCO_LAUNCH(add_one, 1, 1, nullptr, &x);
+  cuda_on_cpu::missing_kernel = nullptr;
+  return cudaGetLastError() == cudaErrorNoKernelImageForDevice && x == 0;
+}
+
+// Memory of `owner` is used by the device, or by the host.
+template <int owner, bool by_device>
+bool uses_memory_of() {
+  std::vector<float> x(32);
+  const cuda_on_cpu::Owned owned(x.data(), x.size() * sizeof(float), owner);
+  if (by_device) {
+    LOCO_LAUNCH(add_one, 1, 32, nullptr, x.data());
+  } else {
+    x[3] += 1;
+  }
+  return true;
+}
+
 bool requested_limit() {
   std::vector<float> values(64);
   LOCO_LAUNCH_SHARED(reverse_block<Fault::none>, 1, 64, (48 << 10) + 16, nullptr, values.data(), values.data());
@@ -205,6 +263,18 @@ const Case kCases[] = {
     {"reverse_missing_barrier", reverses<Fault::missing_barrier>},
     {"repeat_missing_barrier", repeats<Fault::missing_barrier>},
     {"requested_limit", requested_limit},
+    {"slots", slots<Fault::none>},
+    {"slots_shared", slots<Fault::shared_slot>},
+    {"tickets", tickets<Fault::none>},
+    {"tickets_early", tickets<Fault::early_ticket>},
+    {"stream", streams<1, false>},
+    {"stream_of_another_device", streams<0, false>},
+    {"stream_before", streams<1, true>},
+    {"missing_kernel", missing_kernel},
+    {"memory_of_its_own", [] { return uses_memory_of<0, true>() && uses_memory_of<cuda_on_cpu::kHost, false>(); }},
+    {"device_uses_host_memory", uses_memory_of<cuda_on_cpu::kHost, true>},
+    {"device_uses_another_device", uses_memory_of<1, true>},
+    {"host_uses_device_memory", uses_memory_of<0, false>},
 };
 
 }  // namespace

@@ -19,7 +19,9 @@ enum class Fault {
   out_of_bounds,
   shared_out_of_bounds,
   wrong_tail,
-  misaligned
+  misaligned,
+  shared_slot,
+  early_ticket
 };
 
 template <class T>
@@ -168,6 +170,32 @@ __global__ void repeated_sum(float* out) {
   }
   out[threadIdx.x] = total;
 }
+
+// Each block reverses its numbers by way of a slot of its own in global memory, or one that all of them use.
+template <Fault fault>
+__global__ void reverse_in_slot(float* slots, float* out) {
+  float* const slot = slots + (fault == Fault::shared_slot ? 0 : blockIdx.x * blockDim.x);
+  slot[threadIdx.x] = static_cast<float>(blockIdx.x * blockDim.x + threadIdx.x);
+  __syncthreads();
+  out[blockIdx.x * blockDim.x + threadIdx.x] = slot[blockDim.x - 1 - threadIdx.x];
+}
+
+// One thread of each block contributes a part; the last to draw a ticket adds them up, which must all have been
+// written.
+template <Fault fault>
+__global__ void sum_by_last_block(float* parts, unsigned* tickets, float* sum) {
+  if (threadIdx.x != 0) return;
+  if (fault != Fault::early_ticket) parts[blockIdx.x] = 1;
+  const unsigned ticket = atomicAdd(tickets, 1u);
+  if (fault == Fault::early_ticket) {
+    atomicAdd(tickets + 1, 1u);
+    parts[blockIdx.x] = 1;
+  }
+  if (ticket + 1 < gridDim.x) return;
+  for (unsigned i = 0; i < gridDim.x; ++i) *sum += parts[i];
+}
+
+__global__ void add_one(float* x) { x[threadIdx.x] += 1; }
 
 struct alignas(16) Arguments {
 #if defined(PLANTED_BIG_PARAMETERS)

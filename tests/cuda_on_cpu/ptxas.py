@@ -29,10 +29,15 @@ class Usage:
     shared_bytes: int
 
 
-def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path]) -> str:
-    """Compile a source for all targets (``"80"``, ``"90"``, ...) at once; return ptxas's report."""
+def compile_code(
+    nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path], kind: str = "--fatbin"
+) -> str:
+    """Compile a source for all targets (``"80"``, ``"90"``, ...) at once, to one ``--cubin`` or a ``--fatbin`` of all.
+
+    Return ptxas's report.
+    """
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
-    return _compile([nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, "--fatbin"], source, out, include)
+    return _compile([nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, kind], source, out, include)
 
 
 def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:

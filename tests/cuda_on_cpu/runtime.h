@@ -1,5 +1,5 @@
-// CUDA's runtime functions, as far as the host code of kernels needs them: one device, whose memory is the host's and
-// whose streams have always finished. Another one is a link error.
+// CUDA's runtime functions, as far as the host code of kernels needs them: devices whose memory is the host's and whose
+// streams have always finished. Another one is a link error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,16 +17,23 @@ inline cudaError_t cudaGetLastError() {
   return error;
 }
 inline cudaError_t cudaPeekAtLastError() { return cuda_on_cpu::last_error; }
-inline const char* cudaGetErrorName(cudaError_t error) {
-  return error == cudaSuccess ? "cudaSuccess" : "cudaErrorInvalidConfiguration";
-}
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : "invalid configuration argument";
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
+    default:
+      return "invalid configuration argument";
+  }
 }
 
-inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = cuda_on_cpu::kDevices, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = cuda_on_cpu::current_device, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= cuda_on_cpu::kDevices) return cudaErrorInvalidDevice;
+  return cuda_on_cpu::current_device = device, cudaSuccess;
+}
 
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from torch.utils.cpp_extension import include_paths
 
-from tests.cuda_on_cpu import ptx, ptxas
+from tests.cuda_on_cpu import ptx, ptxas, sass
 from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
@@ -39,7 +39,7 @@ def instructions_for_90(tmp_path_factory):
 def test_kernels_keep_their_budgets(source, tmp_path):
     """The budget of NAME.cu is in NAME_budget.json beside it."""
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
-    report = ptxas.compile_cubin(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
+    report = ptxas.compile_code(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
     usages = ptxas.parse(report)
     for target in TARGETS:
         of_target = [usage for usage in usages if usage.target == f"sm_{target}"]
@@ -68,7 +68,7 @@ def test_glue_compiles_without_a_cuda_build_of_torch(source):
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory):
     out = tmp_path_factory.mktemp("greedy") / "greedy.fatbin"
-    report = ptxas.compile_cubin(need_nvcc(), HERE / "greedy.cu", ["80", "90"], out, [])
+    report = ptxas.compile_code(need_nvcc(), HERE / "greedy.cu", ["80", "90"], out, [])
     return {(usage.kernel, usage.target): usage for usage in ptxas.parse(report)}
 
 
@@ -165,10 +165,16 @@ def test_step_kernels_name_the_memory_they_access(kernels):
         assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
 
 
+def has_own_quotients(kernel):
+    """Return whether the kernel's vectors are divided by optim_step/gpu_quotient.h."""
+    return bool(re.match(r"step_vectors<Adam, VectorTypes<\(DType\)[123].*false>", kernel))
+
+
 @pytest.mark.slow
 def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
     for kernel, instructions in kernels_named(kernels, "step_").items():
-        assert not ptx.inexact(instructions), kernel
+        approximations = {"rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32"} if has_own_quotients(kernel) else set()
+        assert ptx.inexact(instructions) == approximations, kernel
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
@@ -177,6 +183,8 @@ def test_step_kernels_convert_half_precision_by_instructions(kernels):
     for kernel, instructions in kernels_named(kernels, "step_vectors<").items():
         of_w = re.search(r"\(DType\)(\d)", kernel)[1]
         wanted = {"2": {"cvt.rn.bf16.f32"}, "3": {"cvt.rn.f16.f32", "cvt.f32.f16"}}.get(of_w, set())
+        if "false>" in kernel:
+            wanted |= {"2": {"cvt.rn.bf16x2.f32"}, "3": {"cvt.rn.f16x2.f32"}}.get(of_w, set())
         assert wanted <= set(instructions), kernel
 
 
@@ -186,12 +194,57 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
     for kernel, instructions in kernels_named(kernels, "step_").items():
         if f"<{rule}," not in kernel:
             continue
-        elements = 1
-        if kernel.startswith("step_vectors"):
-            # A thread also steps one element at an end of a chunk. A loop takes pairs where rounding is stochastic.
-            elements += 2 if "true>" in kernel else 16 // types_of(kernel)[0]
+        # A thread also steps one element at an end of a chunk. A loop takes pairs where rounding is stochastic.
+        elements = 2 if "true>" in kernel else 16 // types_of(kernel)[0] if kernel.startswith("step_vectors") else 0
+        expected = FUSED[rule] * (elements + 1)
+        if has_own_quotients(kernel):
+            # Decay, either form of the moments, and with or without amsgrad a root of 2, a reciprocal of 2 and two
+            # quotients of 2 each. One more reciprocal is that of a constant.
+            expected = FUSED[rule] + elements * (1 + 2 * 2 + 2 * 8) + 2
         fused = sum(one.startswith("fma.") for one in instructions)
-        assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
+        assert fused == expected, f"{kernel}: {fused} fused, expected {expected}"
+
+
+@pytest.mark.slow
+def test_vectors_take_no_more_instructions_than_their_budget(tmp_path):
+    """Counted are the instructions of a vector without decay, for sm_90; see ``Kernel.shortest_pass``."""
+    source = CSRC / "optim_step" / "cuda.cu"
+    budget = json.loads(source.with_name("cuda_budget.json").read_text())["vector_instructions"]
+    cubin = tmp_path / "kernels.cubin"
+    ptxas.compile_code(need_nvcc(), source, ["90"], cubin, [CSRC], kind="--cubin")
+    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in sass.disassemble(cubin).items()}
+    found = {name: kernels[name].shortest_pass() for name in kernels if re.match(r"step_vectors<.*false>", name)}
+    assert found.keys() == budget.keys()
+    assert not {name: count for name, count in found.items() if count > budget[name]}
+
+
+SASS = """
+//--------------------- .text._Z4stepPf      --------------------------
+	.section	.text._Z4stepPf,"ax",@progbits
+.text._Z4stepPf:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   FADD R4, R4, R4 ;
+        /*0040*/                   FADD R5, R5, R5 ;
+        /*0050*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0060*/               @P1 BRA P2, `(.L_x_3) ;
+        /*0070*/                   MOV R8, 0x90 ;
+        /*0080*/                   CALL.REL.NOINC `($divide) ;
+.L_x_3:
+        /*0090*/                   IADD3 R0, R0, 0x1, RZ ;
+        /*00a0*/               @P3 BRA `(.L_x_1) ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_the_shortest_pass_of_a_loop_calls_nothing():
+    ((name, kernel),) = sass.parse(SASS).items()
+    assert name in ("step(float*)", "_Z4stepPf")
+    assert kernel.loop() == range(1, 11)
+    assert kernel.shortest_pass() == 5
 
 
 @pytest.fixture(scope="module")

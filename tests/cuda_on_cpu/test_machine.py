@@ -30,6 +30,11 @@ CLEAN = [
     "repeat",
     "host_threads",
     "limits",
+    "slots",
+    "tickets",
+    "stream",
+    "missing_kernel",
+    "memory_of_its_own",
 ]
 # A program that deadlocks would run into this timeout.
 TIMEOUT = 600
@@ -67,9 +72,18 @@ def test_a_missing_barrier_shows_in_some_order(plain, case):
     assert 1 in codes.values(), codes
 
 
+@pytest.mark.parametrize("case", ["slots_shared", "tickets_early"])
+def test_blocks_that_meet_in_memory_are_wrong_only_where_several_run_at_a_time(plain, case):
+    codes = {order: run_program(plain, case, order=order, timeout=TIMEOUT).returncode for order in ORDERS}
+    assert {order for order, code in codes.items() if code} <= {"1", "2"}, codes
+    assert any(codes.values()), codes
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("stream_of_another_device", "launched on a stream of device 0 while device 1 is the current one"),
+        ("stream_before", "which is not the current one"),
         ("sum_divergent_barrier", "32 at __syncthreads"),
         ("sum_missing_lanes", "128 at __shfl_down_sync"),
         ("sum_wrong_mask", "calls __shfl_xor_sync with the mask 0000ffff, which leaves it out"),
@@ -93,6 +107,9 @@ def test_what_would_hang_or_be_refused_is_reported(plain, case, message, order):
         ("sum_shared_out_of_bounds", "out of bounds"),
         ("reverse_out_of_bounds", "heap-buffer-overflow"),
         ("stack_out_of_bounds", "stack-buffer-overflow"),
+        ("device_uses_host_memory", "use-after-poison"),
+        ("device_uses_another_device", "use-after-poison"),
+        ("host_uses_device_memory", "use-after-poison"),
     ],
 )
 def test_sanitizers_find(sanitized, case, finding):

@@ -13,15 +13,15 @@
 namespace cuda_on_cpu {
 
 inline uint64_t meet_block(const char* call, bool vote, const char* file, int line) {
-  return block().meet({call, file, line, true, 0, vote, kNone});
+  return grid().meet({call, file, line, true, 0, vote, kNone});
 }
 
 inline uint64_t meet_warp(const char* call, unsigned mask, uint64_t value, int source, const char* file, int line) {
-  if (!(mask >> block().lane() & 1)) {
-    fail("%s: lane %d calls %s with the mask %08x, which leaves it out, %s:%d", block().kernel(), block().lane(), call,
+  if (!(mask >> grid().lane() & 1)) {
+    fail("%s: lane %d calls %s with the mask %08x, which leaves it out, %s:%d", grid().kernel(), grid().lane(), call,
          mask, file, line);
   }
-  return block().meet({call, file, line, false, mask, value, source});
+  return grid().meet({call, file, line, false, mask, value, source});
 }
 
 inline uint32_t votes(const char* call, unsigned mask, bool vote, const char* file, int line) {
@@ -39,7 +39,7 @@ T shuffle(const char* call, unsigned mask, T value, int source, const char* file
 }
 
 // The lanes of a shuffle's width that a lane belongs to.
-inline int segment_begin(int width) { return block().lane() & ~(width - 1); }
+inline int segment_begin(int width) { return grid().lane() & ~(width - 1); }
 
 }  // namespace cuda_on_cpu
 
@@ -67,7 +67,7 @@ inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_PLACE) {
   return cuda_on_cpu::votes("__all_sync", mask, predicate == 0, file, line) == 0;
 }
 // Nothing promises that lanes run together, so that this one alone is a right answer, and the one to be ready for.
-inline unsigned __activemask() { return 1u << cuda_on_cpu::block().lane(); }
+inline unsigned __activemask() { return 1u << cuda_on_cpu::grid().lane(); }
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, CUDA_ON_CPU_PLACE) {
@@ -78,21 +78,21 @@ T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, CUDA_ON_
 // A lane whose source lies outside its segment keeps its own value.
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize, CUDA_ON_CPU_PLACE) {
-  const int lane = cuda_on_cpu::block().lane(), source = lane - static_cast<int>(delta);
+  const int lane = cuda_on_cpu::grid().lane(), source = lane - static_cast<int>(delta);
   const bool inside = source >= cuda_on_cpu::segment_begin(width);
   return cuda_on_cpu::shuffle("__shfl_up_sync", mask, value, inside ? source : lane, file, line);
 }
 
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize, CUDA_ON_CPU_PLACE) {
-  const int lane = cuda_on_cpu::block().lane(), source = lane + static_cast<int>(delta);
+  const int lane = cuda_on_cpu::grid().lane(), source = lane + static_cast<int>(delta);
   const bool inside = source < cuda_on_cpu::segment_begin(width) + width;
   return cuda_on_cpu::shuffle("__shfl_down_sync", mask, value, inside ? source : lane, file, line);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int flipped, int width = warpSize, CUDA_ON_CPU_PLACE) {
-  const int lane = cuda_on_cpu::block().lane(), source = lane ^ flipped;
+  const int lane = cuda_on_cpu::grid().lane(), source = lane ^ flipped;
   const bool inside = source < cuda_on_cpu::segment_begin(width) + width;
   return cuda_on_cpu::shuffle("__shfl_xor_sync", mask, value, inside ? source : lane, file, line);
 }

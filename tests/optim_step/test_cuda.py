@@ -27,7 +27,8 @@ SOURCES = [
 ]
 MISTAKES = (
     *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_kernel"),
-    *("prox_squared", "prox_rounding", "prox_memory", "prox_step"),
+    *("prox_squared", "prox_rounding", "prox_memory", "prox_step", "unaligned", "range"),
+    "host_pointer",
 )
 
 

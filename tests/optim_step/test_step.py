@@ -119,6 +119,7 @@ ANY_MAP = {
     "of_an_empty_parameter": ((0, 5, 3, 3), LOCO_2D),
     "per_channel_of_an_empty_parameter": ((6, 0, 3, 3), FULL[:, :1, :1, :1]),
     "longer_than_the_table": ((2, 300, 3, 3), FULL.flatten()[:9].reshape(3, 3)),
+    "of_a_large_kernel": ((3, 2, 47, 47), torch.rand(47, 47, dtype=torch.float64)),
     "full_size_and_long": ((9, 300, 3), torch.rand(9, 300, 3, dtype=torch.float64)),
 }
 

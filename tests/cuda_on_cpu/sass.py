@@ -1,0 +1,82 @@
+"""Parser of SASS, what a GPU executes: how many instructions a kernel's loop over vectors takes at least."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+from tests.cuda_on_cpu.ptxas import demangled
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+_LABEL = re.compile(r"^(\.L_\w+):")
+_BRANCH = re.compile(r"^(@\S+ )?BRA(?:\.\w+)*\s+(?:(!?U?P\w+),? )?.*`\((\.L_\w+)\)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The instructions of a kernel, such as ``@P0 LDG.E.128 R4, desc[UR14][R4.64]``, and where its labels stand."""
+
+    instructions: list[str]
+    labels: dict[str, int]
+
+    def target(self, place: int) -> int | None:
+        """Return where the instruction at a place branches to, None if it is not a branch."""
+        branch = _BRANCH.match(self.instructions[place])
+        return self.labels[branch[3]] if branch else None
+
+    def loop(self) -> range:
+        """Return the places of the loop that has the most loads of 16 bytes."""
+        backwards = [(self.target(i), i) for i in range(len(self.instructions))]
+        loops = [range(begin, end + 1) for begin, end in backwards if begin is not None and begin <= end]
+        return max(loops, key=lambda places: (self.loads(places), -len(places)))
+
+    def loads(self, places: range) -> int:
+        """Return the number of loads of 16 bytes from global memory."""
+        return sum("LDG.E.128" in self.instructions[i] for i in places)
+
+    def shortest_pass(self) -> int:
+        """Return the number of instructions on the shortest way through the loop that calls no subroutine.
+
+        That is what a vector takes if no option asks for more and no number needs CUDA's slow division.
+        """
+        places = self.loop()
+        left = {places[-1]: 1}  # instructions from a place to the end of the loop
+        for i in reversed(places[:-1]):
+            one, target = self.instructions[i], self.target(i)
+            after, never = left.get(i + 1), None
+            ways = [after]
+            if re.search(r"\b(EXIT|RET|CALL)\b", one):
+                ways = [never]
+            elif target is not None:
+                ways = [left.get(target) if target > i else never]
+                conditional = _BRANCH.match(one)
+                if conditional and (conditional[1] or conditional[2]):
+                    ways.append(after)
+            known = [way for way in ways if way is not None]
+            if known:
+                left[i] = 1 + min(known)
+        return left[places[0]]
+
+
+def parse(text: str) -> dict[str, Kernel]:
+    """Return the kernels in nvdisasm's text, keyed by their demangled names."""
+    parts = re.split(r"^//-+ \.text\.(\S+)", text, flags=re.MULTILINE)[1:]
+    kernels = []
+    for body in parts[1::2]:
+        kernel = Kernel([], {})
+        for line in body.splitlines():
+            if label := _LABEL.match(line):
+                kernel.labels[label[1]] = len(kernel.instructions)
+            elif instruction := _INSTRUCTION.search(line):
+                kernel.instructions.append(instruction[1])
+        kernels.append(kernel)
+    return dict(zip(demangled(parts[0::2]), kernels, strict=True))
+
+
+def disassemble(cubin: Path) -> dict[str, Kernel]:
+    """Return the kernels of a compiled file, by the disassembler that Triton comes with."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    done = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True, timeout=300)
+    return parse(done.stdout)
