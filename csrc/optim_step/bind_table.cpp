@@ -45,7 +45,7 @@ Table table_of(const StepArgs& args) {
   if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
   if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
   GpuTable table;
-  build(table, {kBlock, 1, triton_kind}, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
+  build(table, {kBlock, triton_kind}, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
   const auto size = static_cast<int64_t>(table.bytes.size());
   Tensor bytes = torch::stable::new_empty(args.hyper, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
                                           std::nullopt, std::nullopt);
