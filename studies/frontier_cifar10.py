@@ -58,6 +58,7 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
             "refit_epochs": REFIT_EPOCHS,
             "strengths": STRENGTHS,
             "path": "up",
+            "batch_norm": "folded",
         }
         return frontier.FrontierSettings(training, **values | options)
 

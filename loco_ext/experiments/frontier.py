@@ -51,11 +51,11 @@ LATENCY_BATCH = 16
 class FrontierSettings:
     """Settings of one path, or of one path per width.
 
-    ``training`` is the training of each point. Its strength and solver are ignored, and its width and penalty as well
-    for the method "width". By default the penalty is on the product of weights and batch norm scales (the draft, eqs.
-    30 and 31), which determines the function of the network. A penalty not only selects weights but also shrinks those
-    it keeps, which the refit undoes: points before the last are refitted for as many more epochs as the path still
-    takes, so that all networks are trained for the same number of epochs.
+    ``training`` is the training of each point. Its strength and solver are ignored, and its width and penalty as
+    well for the method "width". By default batch norms stay, and the penalty is on the product of weights and their
+    scales (the draft, eqs. 30 and 31), which determines the function of the network. A penalty not only selects
+    weights but also shrinks those it keeps, which the refit undoes: points before the last are refitted for as many
+    more epochs as the path still takes, so that all networks are trained for the same number of epochs.
     """
 
     training: Settings
@@ -98,13 +98,13 @@ class FrontierSettings:
         Option(parser=separated(float), metavar="NUMBERS", help="Factors of the channels, of the method width."),
     ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
     batch_norm: Annotated[
-        Literal["folded", "scaled", "live"],
+        Literal["scaled", "folded", "live"],
         Option(
-            help="folded: into the convolutions before the path begins; scaled: it stays, and weights are penalised "
-            "times its scale; live: it stays, and a penalty of the weights alone can shrink them without changing "
+            help="scaled: it stays, and weights are penalised times its scale; folded: it goes into the convolutions "
+            "before the path begins; live: it stays, and a penalty of the weights alone can shrink them without changing "
             "anything."
         ),
-    ] = "folded"
+    ] = "scaled"
     latency: Annotated[bool, Option(help="Time the networks before and after compaction.")] = False
 
     def __post_init__(self) -> None:

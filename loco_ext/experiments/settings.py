@@ -158,9 +158,12 @@ class Settings:
         Option(min=1, max=2, help="2: the penalty squares the sum of each filter's rings, or of each layer's kernels."),
     ] = 1
     folded: Annotated[
-        bool,
-        Option(help="Penalise weights times the scale of the batch norm behind them; not with the penalty complexity."),
-    ] = False
+        bool | None,
+        Option(
+            help="Penalise weights times the scale of the batch norm behind them, as is done by default for rings and "
+            "kernels: a norm undoes what a penalty does to the length of the weights alone."
+        ),
+    ] = None
     solver: Annotated[
         Literal["prox", "subgradient"],
         Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
@@ -180,6 +183,13 @@ class Settings:
         float | None,
         Option(metavar="SHARE", help="The same of its latency for one image, measured on this machine."),
     ] = None
+    method: Annotated[
+        Literal["pruning", "penalty"],
+        Option(
+            help="How --macs and the like remove filters: pruning removes the least important ones, more and more of "
+            "them; penalty shrinks all, by as much as the budget asks for, which is slower."
+        ),
+    ] = "pruning"
     granularity: Annotated[
         Literal["rings", "filters"],
         Option(help="What --macs and the like remove: whole filters, or rings of taps as well."),
@@ -243,13 +253,13 @@ class Settings:
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
-        if budget_of(self) is None and self.granularity != "rings":
-            raise SettingsError(
-                f"granularity: expected rings without macs, parameters or latency, got {self.granularity}"
-            )
-        if budget_of(self) is None and self.round_to != 1:
-            raise SettingsError(f"round_to: expected 1 without macs, parameters or latency, got {self.round_to}")
+        if budget_of(self) is None:
+            for name, default in (("method", "pruning"), ("granularity", "rings"), ("round_to", 1)):
+                if (value := getattr(self, name)) != default:
+                    raise SettingsError(f"{name}: expected {default} without macs, parameters or latency, got {value}")
         check_temperature(self)
+        if self.folded is None:
+            object.__setattr__(self, "folded", self.penalty in ("rings", "kernels"))
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")

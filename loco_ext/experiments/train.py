@@ -106,7 +106,12 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
     penalty = settings.make_penalty()
     if penalty is None:
         return None
-    return folded_penalties(model, penalty) if settings.folded else dict.fromkeys(convolutions(model), penalty)
+    if not settings.folded:
+        return dict.fromkeys(convolutions(model), penalty)
+    try:
+        return folded_penalties(model, penalty)
+    except ValueError as error:
+        raise SettingsError(f"folded: expected False for this model; {error}") from error
 
 
 def make_budget(
@@ -123,7 +128,8 @@ def make_budget(
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
-    options: dict[str, Any] = {chosen[0]: chosen[1], "granularity": settings.granularity, "round_to": settings.round_to}
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "granularity", "round_to")}
+    options[chosen[0]] = chosen[1]
     try:
         return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
     except ValueError as error:

@@ -77,6 +77,7 @@ CASES = {
         "--macs 1.5": "--macs: expected a share in (0, 1], got 1.5",
         "--macs 0.5 --parameters 0.5": "--macs, --parameters: expected at most one of them",
         "--round-to 8": "--round-to: expected 1 without macs, parameters or latency, got 8",
+        "--method penalty": "--method: expected pruning without macs, parameters or latency, got penalty",
         "--granularity filters": "--granularity: expected rings without macs, parameters or latency, got filters",
         "--teacher nowhere.pt": "--teacher: nowhere.pt: ",
         "--teacher empty": "--teacher: empty: expected the folder of a run, found no settings.json in it",

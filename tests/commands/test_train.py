@@ -90,6 +90,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "macs": None,
         "parameters": None,
         "latency": None,
+        "method": "pruning",
         "granularity": "rings",
         "round_to": 1,
         "crop": True,

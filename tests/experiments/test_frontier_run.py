@@ -65,14 +65,17 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     options = {"penalty": "rings", "strength": 0.3, "weighting": "scaled", "kind": "full"}
     model = make_model(quick(), digits())
     expected = sparsity.RingPenalty(0.3, "full", "scaled")
-    assert make_optimizer(quick(**options), model).param_groups[0]["penalty"] == [expected] * 3
+    assert make_optimizer(quick(**options, folded=False), model).param_groups[0]["penalty"] == [expected] * 3
     assert make_optimizer(quick(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
-    folded = make_optimizer(quick(**options, folded=True), model).param_groups[0]["penalty"]
+    folded = make_optimizer(quick(**options), model).param_groups[0]["penalty"]
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     assert folded == [sparsity.FoldedPenalty(expected, norm) for norm in norms]
     term = penalty_term(quick(**options, folded=True, solver="subgradient"), model)
     values = [penalty.value(conv.weight) for penalty, conv in zip(folded, convolutions(model), strict=True)]
     assert term().item() == pytest.approx(sum(values).item())
+    model.forward = lambda x: nn.Sequential.forward(model, x) if x.sum() > 0 else x
+    with pytest.raises(SettingsError, match=r"^folded: expected False for this model; .*torch.fx"):
+        make_optimizer(quick(**options), model)
     for norm, power in (("l2", 1), ("linf", 2)):
         chosen = quick(penalty="kernels", strength=0.2, weighting="normalized", group_norm=norm, power=power)
         assert chosen.make_penalty() == sparsity.KernelPenalty(0.2, "normalized", norm, power)
@@ -100,7 +103,7 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
 def test_training_with_a_penalty_is_the_written_out_loop(solver):
     """The loop takes torch.optim's step and penalty.prox; for the subgradient it adds the values to the loss."""
     options = {"penalty": "rings", "strength": 0.02, "solver": solver, "momentum": 0.0, "weight_decay": 0.0}
-    settings, samples = quick(epochs=1, **options), digits()
+    settings, samples = quick(epochs=1, folded=False, **options), digits()
     model, expected = make_model(settings, samples), make_model(settings, samples)
     train(model, make_optimizer(settings, model), samples, settings, CPU, label="")
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
@@ -257,8 +260,8 @@ def test_settings_say_what_is_trained():
     assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)
     assert (point.epochs, point.learning_rate, point.penalty, point.strength) == (3, 0.02, "rings", 0.3)
     assert point.solver == "subgradient"
-    assert not point.folded
-    assert frontier.FrontierSettings(training, batch_norm="scaled").point(1.0, 0.3).folded
+    assert point.folded
+    assert not frontier.FrontierSettings(training, batch_norm="live").point(1.0, 0.3).folded
     changed = {"penalty", "strength", "solver", "folded", "epochs", "learning_rate"}
     same = asdict(training).keys() - changed
     assert all(getattr(dense, name) == getattr(point, name) == getattr(training, name) for name in same)

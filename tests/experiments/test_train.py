@@ -297,8 +297,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):
 
 
 def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
-    for granularity in ("rings", "filters"):
-        setting = quick(epochs=2, macs=0.4, granularity=granularity)
+    for granularity, method in (("rings", "pruning"), ("filters", "penalty")):
+        setting = quick(epochs=2, macs=0.4, granularity=granularity, method=method)
         run.run(setting, few_digits(), tmp_path / granularity, CPU)
         model = make_model(setting, few_digits())
         model.load_state_dict(load_file(tmp_path / granularity / "model.safetensors"))
