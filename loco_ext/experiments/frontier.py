@@ -101,8 +101,8 @@ class FrontierSettings:
         Literal["scaled", "folded", "live"],
         Option(
             help="scaled: it stays, and weights are penalised times its scale; folded: it goes into the convolutions "
-            "before the path begins; live: it stays, and a penalty of the weights alone can shrink them without changing "
-            "anything."
+            "before the path begins; live: it stays, and a penalty of the weights alone can shrink them without a "
+            "change of the network."
         ),
     ] = "scaled"
     latency: Annotated[bool, Option(help="Time the networks before and after compaction.")] = False
