@@ -47,7 +47,6 @@ from studies.options import Data, Runs
 WIDTHS = np.arange(64, 0, -1) / 64
 CUT = 0.5  # part of the training after which networks that shrink at once or gradually have their last size
 TIMED = {1: "1 image", 64: "64 images"}
-LATENCIES = {0.5: 0.63, 0.25: 0.4}  # of 64 images, of the fastest others with such shares of the MACs
 EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
 PRUNING_STEPS = 200  # of Torch-Pruning, from the whole network to none
 Record = dict[str, Any]
@@ -247,14 +246,8 @@ def at_once(study: Study, seed: int, share: float, distilled: bool = False, **op
 
 def _shrunk(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     half = study.dense(seed, study.cut)
-    options = {"macs": share, "batches": study.batches(seed), "granularity": "filters"} | options
-    return sparsity.shrink_to(half, options.pop("images", study.images), **options)[0]
-
-
-def as_fast(study: Study, seed: int, share: float) -> nn.Module:
-    """Train the network, shrink it at the cut to the latency of others that have the share of the MACs."""
-    images = torch.randn(64, *study.images.shape[1:])
-    return at_once(study, seed, share, macs=None, latency=LATENCIES[share], images=images)
+    options = {"batches": study.batches(seed), "granularity": "filters"} | options
+    return sparsity.shrink_to(half, study.images, macs=share, **options)[0]
 
 
 def torch_pruning(
@@ -306,8 +299,8 @@ WAYS = {
     "uniform width": Way(width),
     "uniform kernels": Way(kernels),
     "shrink_to": Way(at_once),
+    "shrink_to, by fours": Way(partial(at_once, round_to=4)),
     "shrink_to, by eights": Way(partial(at_once, round_to=8)),
-    "shrink_to, latency": Way(as_fast),
     "Budget": Way(gradually),
     "Budget, penalty": Way(penalized),
     "Budget, rings": Way(partial(gradually, granularity="rings")),

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
-# An addition to sizes: the importance won for each unit of cost, and (layer, filter, choice) of each change.
-Addition = tuple[float, list[tuple[int, int, int]]]
+Change = tuple[int, int, int]  # layer, filter, choice
+Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
 _FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
 _RAMP = 40  # prices on the way up or down to the wanted one
 _FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
+_LEAST_GAIN = 1e-9  # part of the importance lost that an exchange saves at least
 _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
@@ -185,7 +186,7 @@ class Problem:
                 sizes, low = found, middle
         if self.cost(best := self.at(high)) <= budget and self.value(best, high) < self.value(below, high):
             below = best
-        return self._filled(below, budget, high)
+        return self._exchanged(self._filled(below, budget, high), budget, high)
 
     def _prices(self) -> tuple[float, float]:
         """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
@@ -288,23 +289,67 @@ class Problem:
             place, failed, several = (place + 1, failed + 1, 1) if several == 1 else (place, failed, several // 2)
         return sizes
 
+    def _exchanged(self, sizes: Sizes, budget: float, price: float) -> Sizes:
+        """Return sizes that no exchange betters of as many channels as they are rounded to, one layer's for another's.
+
+        At so few numbers of channels, layers that decide one by one pass over sizes that are better together.
+        """
+        while self.round_to > 1 and (better := self._exchanged_once(sizes, budget, price)) is not None:
+            sizes = self._filled(better, budget, price)
+        return sizes
+
+    def _exchanged_once(self, sizes: Sizes, budget: float, price: float) -> Sizes | None:
+        """Return the sizes that lose the least after one exchange; None if all lose more or cost too much."""
+        fewer = self._fewer_channels(sizes)
+        more = [additions[0][1] for additions in self._more_channels(sizes, price) if additions]
+        if not (fewer and more):
+            return None
+        now = self.lost(sizes)
+        losses = [[self.lost(_changed(sizes, changes)) - now for changes in ways] for ways in (fewer, more)]
+        together = np.add.outer(*map(np.asarray, losses))
+        for place in np.argsort(together, axis=None)[: int((together < -_LEAST_GAIN * now).sum())]:
+            less, plus = np.unravel_index(place, together.shape)
+            changed = _changed(sizes, fewer[less] + more[plus])
+            if self.cost(changed) <= budget:
+                return changed
+        return None
+
+    def _fewer_channels(self, sizes: Sizes) -> list[list[Change]]:
+        """Return, for layers that share classes, the changes by which so many of the least important go."""
+        stays, found = self.stays(sizes), []
+        for block in self._blocks:
+            lost, written = np.zeros(len(self.fixed)), self._written(block)
+            for layer, chosen in ((self.layers[i], sizes[i]) for i in block):
+                np.add.at(lost, layer.writes, layer.lost[:, -1] - layer.lost[np.arange(len(chosen)), chosen])
+            spare = written[(stays & ~self.fixed)[written]]
+            gone = spare[np.argsort(lost[spare], kind="stable")[: (stays[written].sum() - 1) % self.round_to + 1]]
+            least = max(self.layers[i].least for i in block)
+            if np.isfinite(lost[gone]).all() and max(least, 1) <= stays[written].sum() - len(gone):
+                where = [(i, int(j)) for i in block for j in np.flatnonzero(np.isin(self.layers[i].writes, gone))]
+                found.append([(i, j, self.layers[i].gone) for i, j in where])
+        return found
+
     def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
-        """Return what may be added."""
+        """Return what may be added: rings to filters that are there, and channels."""
+        stays, inputs = self.stays(sizes), self._inputs(self.stays(sizes))
+        found: list[Addition] = []
+        for i, layer in enumerate(self.layers):
+            for j, now in enumerate(sizes[i].tolist()):
+                won, spent = self._won_and_spent(layer, inputs[i], j, now)
+                if now > 0 and stays[layer.writes[j]] and np.isfinite(won).all():
+                    found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
+        return found + [addition for additions in self._more_channels(sizes, price) for addition in additions]
+
+    def _more_channels(self, sizes: Sizes, price: float) -> list[list[Addition]]:
+        """Return, for layers that share classes, what adds so many more of them, the most important first."""
         stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
         inputs = self._inputs(stays)
-        found: list[Addition] = []
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
         whole: dict[int, list[Addition]] = {}
         for i, layer in enumerate(self.layers):
-            rate = layer.unit * max(inputs[i], 1.0)
-            for j, now in enumerate(sizes[i].tolist()):
-                won = layer.lost[j, now] - layer.lost[j, :now]
-                spent = rate * (layer.taps[:now] - layer.taps[now])
-                if now == 0 or not np.isfinite(won).all():
-                    continue
-                if stays[layer.writes[j]]:
-                    found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
-                else:
+            for j in np.flatnonzero(~stays[layer.writes]).tolist():
+                won, spent = self._won_and_spent(layer, inputs[i], j, layer.gone)
+                if np.isfinite(won).all():
                     classes.setdefault(int(layer.writes[j]), []).append((won, spent, (i, j)))
         for one, parts in classes.items():
             best = [int((won - price * spent).argmax()) for won, spent, _ in parts]
@@ -314,10 +359,21 @@ class Problem:
                 cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
                 gain = sum(won[n] for (won, _, _), n in pairs) / cost
                 whole.setdefault(one, []).append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
-        for block in self._blocks:
-            missing = [whole[one] for one in self._written(block) if one in whole]
-            found += _several(missing, self.round_to)
-        return found
+        missing = [[whole[one] for one in self._written(block) if one in whole] for block in self._blocks]
+        return [_several(each, self.round_to) for each in missing]
+
+    @staticmethod
+    def _won_and_spent(layer: Layer, inputs: float, j: int, now: int) -> tuple[Floats, Floats]:
+        """Return the importance that a filter wins by each choice before its present one, and what it then costs."""
+        rate = layer.unit * max(inputs, 1.0)
+        return layer.lost[j, now] - layer.lost[j, :now], rate * (layer.taps[:now] - layer.taps[now])
+
+
+def _changed(sizes: Sizes, changes: list[Change]) -> Sizes:
+    sizes = [chosen.copy() for chosen in sizes]
+    for i, j, choice in changes:
+        sizes[i][j] = choice
+    return sizes
 
 
 def _several(missing: list[list[Addition]], count: int) -> list[Addition]:

@@ -138,6 +138,25 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
                 assert problem.cost(more) > budget
 
 
+def test_no_exchange_of_channels_between_layers_is_better() -> None:
+    """Nor are other channels of the same numbers."""
+
+    def counts(sizes: Sizes) -> np.ndarray:
+        return np.asarray([(chosen != 1).sum() for chosen in sizes])[[0, 1, 3]]  # the third adds to the first's
+
+    best = 0
+    for seed, share in itertools.product(range(6), (0.3, 0.7)):
+        problem = pairs(seed)
+        budget = share * problem.cost(problem.whole())
+        found, allowed = problem.within(budget), [s for s in every(problem) if problem.cost(s) <= budget]
+        near = [s for s in allowed if sorted(np.sign(counts(s) - counts(found))) in ([-1, 0, 1], [0, 0, 0])]
+        near = [s for s in near if np.abs(counts(s) - counts(found)).max() <= 2 and counts(s).min() > 0]
+        least = problem.lost(found) * (1 - 1e-9)
+        assert all(problem.lost(s) >= least for s in near)
+        best += all(problem.lost(s) >= least for s in allowed)
+    assert best >= 10
+
+
 def test_a_budget_of_everything_removes_nothing() -> None:
     problem = chain(0)
     assert all((chosen == 0).all() for chosen in problem.within(problem.cost(problem.whole())))
