@@ -6,14 +6,14 @@ The tests call the launcher itself; instead of a launch, the kernel is compiled 
 import itertools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.ahead_of_time import Driver, Warmed, gpu, resources
 from tests.covering import covering, slow
-from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources
+from tests.triton_runs import CUDA, count, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -81,8 +81,8 @@ def unfenced(ptx: str) -> int:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Compiler":
-    return Compiler(monkeypatch, tmp_path)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> "Compiler":
+    return Compiler(monkeypatch)
 
 
 @dataclass
@@ -90,7 +90,6 @@ class Compiler:
     """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
-    folder: Path
 
     def launch(
         self,
@@ -117,7 +116,7 @@ class Compiler:
                 patch.setattr(block_sparse, name, kernel)
             call(block_sparse, product, layer, dtype)
         ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
-        used = resources(compiled.asm["cubin"], self.folder / "kernel.cubin") if compiles and arch != AMD else {}
+        used = resources(compiled.asm["cubin"]) if compiles and arch != AMD else {}
         return Launch(grid, options, compiled, used)
 
 
