@@ -131,17 +131,24 @@ def product_work(call: Call, form: Any) -> Work:
 
 
 def values_work(call: Call, form: Any) -> Work:
-    """Return the work of ``values_kernel``: each block takes tiles of the input and of the output's gradient.
+    """Return the work of ``values_kernel``: each block takes a tile of the input, some blocks one of the gradient.
 
-    If all samples are in one tile, a program reads the gradient once for its share of a row's blocks.
+    If all samples are in one tile, a program reads the gradient once for its share of a row's blocks; otherwise once
+    for each of the tiles that hold the gradients of some blocks.
     """
     depth_tiles, width_tiles = cdiv(call.summed, form.depth), cdiv(call.channels, form.width)
     groups, parts = call.layer.groups, cdiv(call.batch, form.samples)
-    reads = len(call.blocks) * form.slices if form.parts == 1 else call.nnz
+    shares = [
+        count * (one + 1) // form.slices - count * one // form.slices
+        for count in call.blocks
+        for one in range(form.slices)
+    ]
+    tiles = sum(cdiv(share, form.blocks) for share in shares)
+    reads = len(shares) if form.parts == 1 else tiles
     x = call.nnz * groups * width_tiles * call.batch * call.summed * call.itemsize
     grad = reads * groups * depth_tiles * call.batch * call.channels * call.itemsize
-    steps = call.nnz * groups * depth_tiles * width_tiles * parts
-    operations = 2 * steps * form.samples * form.depth * form.width
+    steps = tiles * groups * depth_tiles * width_tiles * parts
+    operations = 2 * steps * form.samples * form.blocks * form.depth * form.width
     return Work(x + grad + call.values(), operations, steps)
 
 
@@ -179,10 +186,14 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype) -> Iterator[tuple[str, C
 def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, Any], Any]:
     """Return the kernel's name, its number of programs, its options and its code for a GPU; launches nothing."""
     import triton
+
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
     kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
-    driver, of_gpu = Driver(ahead_of_time.gpu("cuda", arch)), block_sparse_tiles.Gpu(GPUS[arch].shared_memory)
+    of_gpu = block_sparse_tiles.Gpu(
+        GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
+    )
+    driver = Driver(ahead_of_time.gpu("cuda", arch))
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
         mock.patch.multiple(block_sparse, _tf32=lambda: tf32, _gpu=lambda _device: of_gpu, **kernels),

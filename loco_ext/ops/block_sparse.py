@@ -46,8 +46,8 @@ def block_sparse_matmul(
 
     The result is differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and
     ``values`` are saved for that. Half precision is summed in float32. Results are bitwise independent of the number of
-    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs float32 is multiplied in
-    TF32 if ``torch.backends.cuda.matmul`` allows that.
+    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on NVIDIA GPUs float32 is
+    multiplied in TF32 where convolutions are, by ``torch.backends.cudnn.conv.fp32_precision``.
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
     channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the

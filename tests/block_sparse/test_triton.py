@@ -6,6 +6,7 @@ must stay unchanged.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,7 +33,7 @@ F64, F32, F16 = torch.float64, torch.float32, torch.float16
 
 @dataclass
 class Call:
-    """Operands, the pattern's index tensors by output and by input pixel, and tile sizes other than the launcher's."""
+    """Operands, the pattern's index tensors by output and by input pixel, and settings of the launcher."""
 
     x: Tensor
     values: Tensor
@@ -42,6 +43,8 @@ class Call:
     by_input: tuple[Tensor, Tensor, Tensor]
     most: dict[str, int] = field(default_factory=dict)
     blocks_of_a_program: int | None = None
+    gpu: dict[str, int] | None = None
+    tf32: bool = False  # the interpreter multiplies in float32 all the same
 
     def products(self, module: Any) -> tuple[Tensor, ...]:
         """Return the product and the gradients of x and values."""
@@ -69,6 +72,10 @@ def run(data: bytes) -> bytes:
             patch.setattr(block_sparse_tiles, "MOST", tiles)
             if call.blocks_of_a_program is not None:
                 patch.setattr(block_sparse_tiles, "BLOCKS_OF_A_PROGRAM", call.blocks_of_a_program)
+            if call.gpu is not None:
+                gpu = block_sparse_tiles.Gpu(**call.gpu)
+                patch.setattr(block_sparse, "_gpu", lambda _device, gpu=gpu: gpu)
+            patch.setattr(block_sparse, "_tf32", lambda call=call: call.tf32)
             patch.setattr(torch, "empty", empty)
             results.append(call.products(block_sparse))
         assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"
@@ -223,6 +230,38 @@ def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
     assert problem.live.sum(1).unique().numel() > 2
     call = make_call(problem, F32, most=SMALL if blocks == 2 else {}, blocks_of_a_program=blocks)
     assert_is_dense(problem, *interpreter.results(call), F32)
+
+
+# The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
+@pytest.mark.parametrize(("dtype", "tf32"), [(F16, False), (F32, True)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "multiprocessors"), [(Case(18, 1, 18, 5, 4, 9, 0.8), 1), (Case(50, 2, 16, 7, 5, 4, 0.6), 100)], ids=str
+)
+def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, multiprocessors, dtype, tf32):
+    from loco_ext.triton_kernels import block_sparse_tiles as tiles
+
+    monkeypatch.setattr(tiles, "MOST", {kind: replace(most, **SMALL) for kind, most in tiles.MOST.items()})
+    problem = make_problem(case, dtype)
+    counts = problem.live.sum(1)
+    assert counts.unique().numel() > 1
+    gpu = {"shared_memory": 2**12, "multiprocessors": multiprocessors}
+    products, mean = case.groups * case.n_out, counts.sum().item() / case.n_out
+    units = (tiles.unit_of(case.depth), tiles.unit_of(case.width))
+    plan = tiles.gradient(case.batch, case.depth, case.width, dtype, tf32, tiles.Gpu(**gpu), units, products, mean)
+    assert plan.form.blocks == 2 ** math.ceil(math.log2(min(4, mean))) > 1
+    assert (counts % plan.form.blocks).any()
+    assert (plan.form.slices > 1) == (multiprocessors > 1)
+    call = make_call(problem, dtype, most=SMALL, gpu=gpu, tf32=tf32)
+    assert_is_dense(problem, *interpreter.results(call), dtype)
+
+
+@pytest.mark.parametrize("case", [Case(35, 1, 20, 37, 3, 3, 1.0), Case(1, 1, 4, 5, 1, 1, 1.0), Case(33, 3, 5, 2, 2, 3)])
+def test_small_layers_on_many_multiprocessors(interpreter, case):
+    problem = make_problem(case, F32)
+    gpu = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
+    calls = [make_call(problem, F32, gpu=gpu, tf32=tf32) for tf32 in (False, True)]
+    for results in interpreter.results(*calls):
+        assert_is_dense(problem, results, F32)
 
 
 def test_without_a_bias(interpreter):

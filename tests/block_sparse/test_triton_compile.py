@@ -99,13 +99,16 @@ class Compiler:
         arch: int | str = 90,
         tf32: bool = False,
         compiles: bool = True,
+        multiprocessors: int = 1,
     ) -> Launch:
         import triton
+
         from loco_ext.triton_kernels import block_sparse
         from loco_ext.triton_kernels.block_sparse_tiles import Gpu, puts_fences
 
         fences = arch == AMD or puts_fences(triton.__version__, divmod(int(arch), 10))
-        of_gpu = Gpu(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences)
+        capability = 0 if arch == AMD else int(arch) // 10
+        of_gpu = Gpu(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
         kernels = {name: Warmed(getattr(block_sparse, name), compiles) for name in KERNELS}
         with self.patch.context() as patch:
             target = gpu("hip" if arch == AMD else "cuda", arch)
@@ -216,7 +219,7 @@ def test_one_stage_where_triton_leaves_out_the_fence():
     assert [key for key, puts in known.items() if not puts] == [(v, c) for v in ("3.6.0", "3.7.0") for c in (9, 10)]
     for arithmetic, (dtype, tf32) in ARITHMETIC.items():
         options = (dtype, tf32, tiles.Gpu(SHARED_MEMORY[90], fences=False), (16, 16))
-        plans = tiles.product(250, 64, 64, *options, False), tiles.gradient(250, 64, 64, *options, 1)
+        plans = tiles.product(250, 64, 64, *options, False, 1024), tiles.gradient(250, 64, 64, *options, 1024, 9)
         assert all((plan.stages == 1) == (arithmetic in ("half", "tf32")) for plan in plans)
 
 
@@ -233,19 +236,22 @@ def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, pro
     assert unfenced(tf32.compiled.asm["ptx"]) == 0
 
 
-def test_tf32_is_what_torch_says(monkeypatch):
+def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
     from loco_ext.triton_kernels import block_sparse
 
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    assert not block_sparse._tf32()
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
     try:
-        settings.allow_tf32 = True
-        assert block_sparse._tf32()
-        monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert not block_sparse._tf32()
+        for allowed in (False, True):
+            matmul.fp32_precision = "ieee" if allowed else "tf32"
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+                assert torch.backends.cudnn.conv.fp32_precision == ("tf32" if allowed else "none")
+                assert block_sparse._tf32() == allowed
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.version, "hip", "7.0")
+                    assert not block_sparse._tf32()
     finally:
-        settings.fp32_precision = before
+        matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
@@ -286,6 +292,26 @@ def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, p
 
 
 @pytest.mark.parametrize(
+    ("arch", "dtype", "tf32"), [(80, BF16, False), (90, F32, True), *map(slow, [(120, BF16, False), (80, F32, True)])]
+)
+@pytest.mark.parametrize("product", PRODUCTS[:2])
+def test_two_programs_of_the_reference_layer_fit_on_a_multiprocessor(compiler, product, arch, dtype, tf32):
+    launch = compiler.launch(product, REFERENCE, dtype, arch, tf32)
+    assert launch.form.samples == 256
+    assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
+    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+    assert launch.resources["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("product", "dtype", "tf32"), [(PRODUCTS[2], BF16, False), slow((PRODUCTS[2], F32, True))])
+def test_gradients_of_a_batch_that_does_not_fit_are_those_of_several_blocks_at_a_time(compiler, product, dtype, tf32):
+    launch = compiler.launch(product, REFERENCE, dtype, 80, tf32)
+    assert (launch.form.parts, launch.form.blocks) == (2, 2)
+    assert launch.count(COPIES.format(16)) >= 16
+    assert launch.resources["STACK"] == 0
+
+
+@pytest.mark.parametrize(
     ("product", "layer", "programs"),
     [
         ("forward", Layer(250, 64, 64), 4),
@@ -300,6 +326,21 @@ def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, p
 )
 def test_there_are_as_many_programs_as_tiles(compiler, product, layer, programs):
     assert compiler.launch(product, layer, BF16, compiles=False).grid == (programs,)
+
+
+@pytest.mark.parametrize(
+    ("product", "layer", "samples", "slices"),
+    [
+        ("forward", REFERENCE, 16, 1),
+        ("forward", Layer(250, 64, 64, groups=64), 256, 1),
+        ("input gradient", Layer(17, 64, 64), 16, 1),
+        ("value gradient", REFERENCE, 256, 9),
+        ("value gradient", Layer(250, 64, 64, groups=64), 256, 1),
+    ],
+)
+def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, layer, samples, slices):
+    launch = compiler.launch(product, layer, BF16, compiles=False, multiprocessors=132)
+    assert (launch.form.samples, launch.form.slices) == (samples, slices)
 
 
 @pytest.mark.parametrize("arithmetic", ["half", slow("float32"), slow("double")])

@@ -32,7 +32,7 @@ EVERY = CASES | HERE | LARGE
 
 @pytest.fixture(autouse=True)
 def _triton() -> Iterator[None]:
-    with loco_ext.backend("triton"):
+    with loco_ext.backend("triton"), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
@@ -54,16 +54,11 @@ def test_results_are_those_of_a_dense_matrix(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["convolution", "100 channels", "reference layer, small image", "odd groups"])
-def test_tf32_where_it_is_allowed(name):
+def test_tf32_where_convolutions_use_it(name):
     problem = make_problem(EVERY[name], torch.float32)
     operands, pattern = on_gpu(problem, torch.float32)
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    try:
-        settings.fp32_precision = "tf32"
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         found = results(*operands, pattern)
-    finally:
-        settings.fp32_precision = before
     for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
         assert_sum_of_products(actual.cpu(), expected, sizes, TF32)
 
