@@ -17,6 +17,9 @@ The estimate of a product is the longest of four times, each as if the GPU did n
 - tensor cores: the operations of all tiles, padding included, over the peak rate.
 - issue: the instructions of the main loop, for all of its rounds and warps, over four a cycle and multiprocessor.
 
+"autocast" has activations in bfloat16 and values in float32, which the kernels convert. Casts before and after them
+would read and write values twice, 6 bytes an element, once for the forward pass and once for the gradient.
+
 The last three are longer where multiprocessors have unequal numbers of programs, or none. Latencies, conflicts and what
 is outside of the main loop are not counted, so that a GPU takes longer.
 """
@@ -64,7 +67,12 @@ GPUS = {
 }
 REGISTERS = 65536  # of a multiprocessor
 ISSUED = 4  # instructions per cycle and multiprocessor
-ARITHMETIC = {"bfloat16": torch.bfloat16, "tf32": torch.float32}
+# The dtypes of activations and of values.
+ARITHMETIC = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "autocast": (torch.bfloat16, torch.float32),
+    "tf32": (torch.float32, torch.float32),
+}
 KERNELS = ("product_kernel", "values_kernel")
 REFERENCE = "64-64 3x3 at 32"
 CASES = {
@@ -78,7 +86,7 @@ OUT = harness.RESULTS / "block_sparse_estimate-triton.json"
 
 @dataclass(frozen=True)
 class Call:
-    """The sizes of one product: a layer, a batch, the bytes of an element, and the blocks of each row.
+    """The sizes of one product: a layer, a batch, bytes of an element of activations and values, and blocks by row.
 
     Rows are output pixels, and input pixels for the gradient of the input; ``summed`` and ``channels`` are those of the
     input and the output of a group in the product.
@@ -87,6 +95,7 @@ class Call:
     layer: Layer
     batch: int
     itemsize: int
+    values_itemsize: int
     blocks: list[int]
     summed: int
     channels: int
@@ -98,7 +107,7 @@ class Call:
 
     def values(self) -> int:
         """Return the bytes of all values."""
-        return self.nnz * self.layer.groups * self.summed * self.channels * self.itemsize
+        return self.nnz * self.layer.groups * self.summed * self.channels * self.values_itemsize
 
     def floor(self) -> int:
         """Return the bytes that any implementation reads or writes."""
@@ -152,7 +161,7 @@ def values_work(call: Call, form: Any) -> Work:
     return Work(x + grad + call.values(), operations, steps)
 
 
-def calls(layer: Layer, batch: int, dtype: torch.dtype) -> Iterator[tuple[str, Call, Any]]:
+def calls(layer: Layer, batch: int, dtype: torch.dtype, of_values: torch.dtype) -> Iterator[tuple[str, Call, Any]]:
     """Yield the name, the sizes and the launcher's call of each product of a training step."""
     from loco_ext.triton_kernels import block_sparse
 
@@ -161,9 +170,10 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype) -> Iterator[tuple[str, C
     depth, width = layer.channels_in // layer.groups, layer.channels_out // layer.groups
     x = torch.empty(batch, pattern.n_in, layer.channels_in, dtype=dtype)
     grad = torch.empty(batch, pattern.n_out, layer.channels_out, dtype=dtype)
-    values = torch.empty(pattern.nnz, layer.groups, depth, width, dtype=dtype)
+    values = torch.empty(pattern.nnz, layer.groups, depth, width, dtype=of_values)
     by_output = pattern.crow_indices, pattern.col_indices
-    sizes = layer, batch, dtype.itemsize
+    gradient = "block_sparse_value_gradient" + ("" if of_values == dtype else "_float32")
+    sizes = layer, batch, dtype.itemsize, of_values.itemsize
     rows, columns = pattern.crow_indices.diff().tolist(), transposed.crow_indices.diff().tolist()
     both = x.numel() + grad.numel()
     yield (
@@ -179,7 +189,7 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype) -> Iterator[tuple[str, C
     yield (
         "gradient of values",
         Call(*sizes, rows, depth, width, both),
-        lambda: block_sparse.block_sparse_value_gradient(x, grad, *by_output, layer.groups),
+        lambda: getattr(block_sparse, gradient)(x, grad, *by_output, layer.groups),
     )
 
 
@@ -203,7 +213,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
     return name, grid[0], options, code
 
 
-def estimate(call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
+def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
     """Return what the compiled code of a product takes, and the seconds that follow."""
     gpu = GPUS[arch]
     name, programs, options, code = compiled(launch, arch, tf32)
@@ -219,6 +229,7 @@ def estimate(call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
         "tensor cores": work.operations / ((gpu.tf32 if tf32 else gpu.half) * busy),
         "issue": work.steps * loop * warps / (ISSUED * gpu.clock * gpu.multiprocessors * busy),
     }
+    casts = 6 * call.values() // call.values_itemsize if call.values_itemsize > call.itemsize else 0
     return {
         "registers": used["REG"],
         "spilled_bytes": used["STACK"],
@@ -229,6 +240,7 @@ def estimate(call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
         "loop_instructions": loop,
         "l2_bytes": work.l2_bytes,
         "floor_bytes": call.floor(),
+        "casts": casts / gpu.hbm if product != "gradient of the input" else 0.0,
         "seconds": seconds,
         "estimate": max(seconds.values()),
         "bound": max(seconds, key=lambda bound: seconds[bound]),
@@ -239,8 +251,8 @@ def estimates(layer: str, batch: int, arithmetic: str, arch: int) -> list[dict[s
     """Return the record of each product of a case."""
     case = {"layer": layer, "batch": batch, "arithmetic": arithmetic, "gpu": GPUS[arch].name, "capability": arch}
     return [
-        case | {"product": product} | estimate(call, launch, arch, arithmetic == "tf32")
-        for product, call, launch in calls(LAYERS[layer], batch, ARITHMETIC[arithmetic])
+        case | {"product": product} | estimate(product, call, launch, arch, arithmetic == "tf32")
+        for product, call, launch in calls(LAYERS[layer], batch, *ARITHMETIC[arithmetic])
     ]
 
 

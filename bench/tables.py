@@ -299,13 +299,16 @@ def block_sparse_estimate(report: Record) -> list[Table]:
     steps: dict[tuple[object, ...], Record] = {}
     for record in results:
         case = {key: record[key] for key in ("layer", "batch", "arithmetic", "gpu")}
-        step = steps.setdefault(tuple(case.values()), case | {"floor": 0.0, "estimate": 0.0, "before": 0.0})
+        step = steps.setdefault(
+            tuple(case.values()), case | dict.fromkeys(("floor", "estimate", "before", "casts"), 0.0)
+        )
         step["floor"] += record["seconds"]["HBM"]
         step["estimate"] += record["estimate"]
+        step["casts"] += record["casts"]
         step["before"] += record.get("before", {}).get("estimate", math.nan)
 
     def us(key: str) -> Callable[[Record], str]:
-        return lambda record: MISSING if math.isnan(record[key]) else significant(1e6 * record[key])
+        return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
 
     def changed(key: str, form: Callable[[Any], str] = str) -> Callable[[Record], str]:
         """Return a cell with the figure before, if it was another, an arrow, and the figure."""
@@ -322,11 +325,12 @@ def block_sparse_estimate(report: Record) -> list[Table]:
         ("before", us("before")),
         ("estimate", us("estimate")),
         ("estimate / floor", lambda step: f"{step['estimate'] / step['floor']:.2f}"),
+        ("casts spared", us("casts")),
     ]
     return [
         table(
             "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
-            "read and written once",
+            "read and written once. Casts spared are those of float32 values under autocast",
             list(steps.values()),
             case + limits,
         ),

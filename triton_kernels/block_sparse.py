@@ -1,8 +1,8 @@
 """Block-sparse multiplication in Triton, for GPUs.
 
 The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), which have
-checked them. No call waits for the device, and a CUDA graph can capture one. Results are deterministic: every sum has
-one order, and nothing is accumulated in global memory.
+checked them. Values may be in float32 where activations are in half precision. No call waits for the device, and a CUDA
+graph can capture one. Results are deterministic: every sum has one order, and nothing is accumulated in global memory.
 
 float32 is multiplied in IEEE precision, or in TF32 where convolutions are, whose place these products take.
 """
@@ -48,9 +48,22 @@ def block_sparse_value_gradient(
     x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
 ) -> Tensor:
     """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups."""
+    return _value_gradient(x, grad, crow_indices, col_indices, groups, x.dtype)
+
+
+def block_sparse_value_gradient_float32(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+) -> Tensor:
+    """Return :func:`block_sparse_value_gradient` of half precision in float32."""
+    return _value_gradient(x, grad, crow_indices, col_indices, groups, torch.float32)
+
+
+def _value_gradient(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int, dtype: torch.dtype
+) -> Tensor:
     batch, rows, nnz = len(x), len(crow_indices) - 1, len(col_indices)
     depth, width = x.shape[2] // groups, grad.shape[2] // groups
-    values = torch.empty((nnz, groups, depth, width), dtype=x.dtype, device=x.device)
+    values = torch.empty((nnz, groups, depth, width), dtype=dtype, device=x.device)
     if values.numel() == 0:
         return values
     x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels ignore the lazy negation flag

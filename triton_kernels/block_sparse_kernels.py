@@ -13,7 +13,8 @@ for each live pair of pixels and each group:
 Programs are numbered so that those that run at the same time read the same memory: all samples of an output pixel,
 whose blocks are then read from memory once, and neighbouring output pixels, whose input pixels hit the L2 cache.
 
-Half precision and float32 are summed in float32, in an order that depends on sizes alone. Channels and strides are
+Half precision and float32 are summed in float32, in an order that depends on sizes alone. Values in float32 beside x in
+half precision are rounded to it before they are multiplied; their gradients are not rounded. Channels and strides are
 given in units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what divides them; offsets
 are in 64 bits.
 """
@@ -229,9 +230,9 @@ def depthwise_product_kernel(
         entry = begin + step
         pixel = tl.load(pixels + entry)
         block = entry if blocks is None else tl.load(blocks + entry)
-        factor = tl.load(values + block * channels + c, mask=c < channels, other=0.0).to(FORM.sums)
+        factor = tl.load(values + block * channels + c, mask=c < channels, other=0.0).to(x.dtype.element_ty)
         x_tile = tl.load(x + pixel * x_pixel_stride, mask=there, other=0.0)
-        total += x_tile.to(FORM.sums) * factor[None, :]
+        total += x_tile.to(FORM.sums) * factor[None, :].to(FORM.sums)
     if bias is not None:
         total += tl.load(bias + row * channels + c, mask=c < channels, other=0.0).to(FORM.sums)[None, :]
     to = y + (n[:, None] * rows + row) * channels + c[None, :]

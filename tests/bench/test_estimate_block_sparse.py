@@ -30,9 +30,10 @@ def test_the_main_loop_is_the_longest_that_stays_in_the_kernel():
 
 def test_a_floor_is_each_tensor_once():
     layer = Layer(64, 64, 32, 3)
-    products = list(estimate_block_sparse.calls(layer, 250, torch.bfloat16))
     values = BlockPattern.from_conv((32, 32), 3, padding=1).nnz * 64 * 64
-    assert [call.floor() for _, call, _ in products] == [2 * (2 * 250 * 1024 * 64 + values)] * 3
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        products = estimate_block_sparse.calls(layer, 250, torch.bfloat16, dtype)
+        assert [call.floor() for _, call, _ in products] == [2 * 2 * 250 * 1024 * 64 + size * values] * 3
 
 
 def test_estimates_are_written_and_shown_beside_former_ones(tmp_path, monkeypatch):

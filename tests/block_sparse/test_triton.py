@@ -48,10 +48,11 @@ class Call:
 
     def products(self, module: Any) -> tuple[Tensor, ...]:
         """Return the product and the gradients of x and values."""
+        of_values = "block_sparse_value_gradient" + ("" if self.values.dtype == self.x.dtype else "_float32")
         return (
             module.block_sparse_matmul(self.x, self.values, *self.by_output, self.bias),
             module.block_sparse_input_gradient(self.grad, self.values, *self.by_input),
-            module.block_sparse_value_gradient(self.x, self.grad, *self.by_output, self.values.shape[1]),
+            getattr(module, of_values)(self.x, self.grad, *self.by_output, self.values.shape[1]),
         )
 
 
@@ -264,6 +265,20 @@ def test_small_layers_on_many_multiprocessors(interpreter, case):
         assert_is_dense(problem, results, F32)
 
 
+@pytest.mark.parametrize("name", ["not a multiple of anything", "odd groups", "depthwise", "no entries"])
+def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(interpreter, name):
+    problem = make_problem(CASES[name], F16)
+    call = make_call(problem, F16)
+    wide = replace(call, values=call.values.float() * (1 + 2.0**-13))  # rounds to what it was
+    assert same_bits(wide.values.half(), call.values)
+    expected, (y, grad_x, grad_values) = interpreter.results(call, wide)
+    assert same_bits(y, expected[0])
+    assert same_bits(grad_x, expected[1])
+    assert grad_values.dtype == F32
+    assert same_bits(grad_values.half(), expected[2])
+    assert_sum_of_products(grad_values, dense_results(problem)[2], sizes_of_terms(problem)[2])
+
+
 def test_without_a_bias(interpreter):
     for case in (HERE["several entries"], CASES["depthwise"]):
         call = replace(make_call(make_problem(case, F32), F32), bias=None)
@@ -383,3 +398,35 @@ def test_without_the_library_the_kernels_are_called_directly(monkeypatch):
     y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
     torch.autograd.grad(y, operands, problem.grad)
     assert called == list(kernels)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, F16], ids=str)
+def test_autocast_leaves_values_to_the_kernels(monkeypatch, cast):
+    called: list[tuple[str, torch.dtype, torch.dtype]] = []
+    monkeypatch.setattr(backends, "library", None)
+    monkeypatch.setattr(backends, "choose", lambda *_: "triton")
+    from loco_ext.triton_kernels import block_sparse
+
+    for name in ("matmul", "input_gradient", "value_gradient_float32"):
+        kernel = getattr(reference, f"block_sparse_{name}")
+
+        def record(first, second, *rest, name=name, kernel=kernel):
+            called.append((name, first.dtype, second.dtype))
+            with torch.autocast("cpu", enabled=False):
+                return kernel(first, second, *rest)
+
+        monkeypatch.setattr(block_sparse, f"block_sparse_{name}", record)
+    problem = make_problem(CASES["convolution"], cast)
+    operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
+    with torch.autocast("cpu", cast):
+        y = ops.block_sparse_matmul(*operands[:2], problem.pattern, operands[2])
+        gradients = torch.autograd.grad(y, operands, problem.grad.to(cast), create_graph=True)
+    assert y.dtype == cast
+    assert called == [("matmul", cast, F32), ("input_gradient", cast, F32), ("value_gradient_float32", cast, cast)]
+    assert [t.dtype for t in gradients] == [F32] * 3
+    assert_sum_of_products(gradients[1], dense_results(problem)[2], sizes_of_terms(problem)[2])
+    second = torch.autograd.grad(gradients[1].sum(), operands[0])[0]
+    ones = replace(problem, values=torch.ones_like(problem.values))
+    assert_sum_of_products(second.to(cast), dense_results(ones)[1], sizes_of_terms(ones)[1])
+    with pytest.raises(TypeError, match=r"values: expected torch.float64 as x"):
+        ops.block_sparse_matmul(problem.x, operands[1], problem.pattern)

@@ -100,6 +100,7 @@ class Compiler:
         tf32: bool = False,
         compiles: bool = True,
         multiprocessors: int = 1,
+        wide_values: bool = False,
     ) -> Launch:
         import triton
 
@@ -117,26 +118,28 @@ class Compiler:
             patch.setattr(block_sparse, "_gpu", lambda device: of_gpu)
             for name, kernel in kernels.items():
                 patch.setattr(block_sparse, name, kernel)
-            call(block_sparse, product, layer, dtype)
+            call(block_sparse, product, layer, dtype, wide_values)
         ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
         used = resources(compiled.asm["cubin"]) if compiles and arch != AMD else {}
         return Launch(grid, options, compiled, used)
 
 
-def call(module: Any, product: str, layer: Layer, dtype: torch.dtype) -> None:
+def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_values: bool) -> None:
     gap = 1 if layer.odd else 0
 
     def activations(channels: int) -> torch.Tensor:
         return torch.empty(layer.batch, 4, channels + gap, dtype=dtype)[..., :channels]
 
     x, grad = activations(layer.groups * layer.depth), activations(layer.groups * layer.width)
-    values = torch.empty(36, layer.groups, layer.depth, layer.width, dtype=dtype)
+    values = torch.empty(36, layer.groups, layer.depth, layer.width, dtype=F32 if wide_values else dtype)
     crow, col = torch.zeros(5, dtype=torch.int64), torch.zeros(36, dtype=torch.int64)
     if product == "forward":
         bias = torch.empty(4, layer.groups * layer.width, dtype=dtype)
         module.block_sparse_matmul(x, values, crow, col, bias)
     elif product == "input gradient":
         module.block_sparse_input_gradient(grad, values, crow, col, col)
+    elif wide_values:
+        module.block_sparse_value_gradient_float32(x, grad, crow, col, layer.groups)
     else:
         module.block_sparse_value_gradient(x, grad, crow, col, layer.groups)
 
@@ -183,7 +186,13 @@ LAYERS = {
     "depthwise, odd": Layer(3, 1, 1, groups=33, odd=True),
 }
 UNLIKE = ("rgb", "256 channels", "large batch", "odd", "depthwise")  # they share no tile sizes
-ARITHMETIC = {"half": (BF16, False), "tf32": (F32, True), "float32": (F32, False), "double": (F64, False)}
+ARITHMETIC = {
+    "half": (BF16, False),
+    "wide values": (BF16, False),
+    "tf32": (F32, True),
+    "float32": (F32, False),
+    "double": (F64, False),
+}
 
 
 # The other targets have as much shared memory as 90 or 120, or an amount in between; each option meets each of them.
@@ -202,7 +211,7 @@ EVERYWHERE = covering(UNLIKE, ARITHMETIC, [80, 89, 100], PRODUCTS)
 )
 def test_every_layer_fits_on_the_gpu(compiler, layer, arithmetic, arch, product):
     dtype, tf32 = ARITHMETIC[arithmetic]
-    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32)
+    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32, wide_values=arithmetic == "wide values")
     assert launch.shared <= SHARED_MEMORY[arch]
     assert launch.resources["REG"] * launch.threads <= REGISTERS
     assert launch.resources["STACK"] <= 64
@@ -220,7 +229,7 @@ def test_one_stage_where_triton_leaves_out_the_fence():
     for arithmetic, (dtype, tf32) in ARITHMETIC.items():
         options = (dtype, tf32, tiles.Gpu(SHARED_MEMORY[90], fences=False), (16, 16))
         plans = tiles.product(250, 64, 64, *options, False, 1024), tiles.gradient(250, 64, 64, *options, 1024, 9)
-        assert all((plan.stages == 1) == (arithmetic in ("half", "tf32")) for plan in plans)
+        assert all((plan.stages == 1) == (arithmetic not in ("float32", "double")) for plan in plans)
 
 
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
@@ -301,6 +310,19 @@ def test_two_programs_of_the_reference_layer_fit_on_a_multiprocessor(compiler, p
     assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
     assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
     assert launch.resources["STACK"] <= 16
+
+
+@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, 120])])
+@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
+def test_wide_values_are_converted_as_they_are_copied(compiler, product, arch):
+    launch = compiler.launch(product, REFERENCE, BF16, arch, wide_values=True)
+    assert launch.count(COPIES.format(16)) >= 16
+    assert launch.count(r"cvt\.rn\.bf16x2\.f32") > 0 or product == PRODUCTS[2]
+    assert unfenced(launch.compiled.asm["ptx"]) == 0
+    assert launch.resources["STACK"] == 0
+    if product != PRODUCTS[2]:
+        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
+        assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
 
 
 @pytest.mark.parametrize(("product", "dtype", "tf32"), [(PRODUCTS[2], BF16, False), slow((PRODUCTS[2], F32, True))])
