@@ -203,10 +203,11 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
     of_gpu = block_sparse_tiles.Gpu(
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
+    replaced: dict[str, Any] = {"_tf32": lambda: tf32, "_gpu": lambda _device: of_gpu, **kernels}
     driver = Driver(ahead_of_time.gpu("cuda", arch))
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
-        mock.patch.multiple(block_sparse, _tf32=lambda: tf32, _gpu=lambda _device: of_gpu, **kernels),
+        mock.patch.multiple(block_sparse, **replaced),
     ):
         launch()
     ((name, (grid, options, code)),) = [(name, each) for name, kernel in kernels.items() for each in kernel.launches]

@@ -319,7 +319,7 @@ def block_sparse_estimate(report: Record) -> list[Table]:
 
         return cell
 
-    case: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
+    cases: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
     limits: Columns = [
         ("floor", us("floor")),
         ("before", us("before")),
@@ -332,7 +332,7 @@ def block_sparse_estimate(report: Record) -> list[Table]:
             "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
             "read and written once. Casts spared are those of float32 values under autocast",
             list(steps.values()),
-            case + limits,
+            cases + limits,
         ),
         table(
             "What each kernel takes for the first layer, before → now where it has changed: instructions of the main "
@@ -340,7 +340,7 @@ def block_sparse_estimate(report: Record) -> list[Table]:
             "and write in L2, what bounds the estimate, and microseconds",
             [record for record in results if all(record[key] == results[0][key] for key in ("layer", "batch"))],
             [
-                *case,
+                *cases,
                 ("product", shown("product")),
                 ("loop", changed("loop_instructions")),
                 ("registers", changed("registers")),

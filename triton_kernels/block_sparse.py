@@ -123,7 +123,8 @@ def _strides(activations: Tensor, unit: int) -> tuple[int, int]:
 
 
 def _tf32() -> bool:
-    return torch.version.hip is None and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return torch.version.hip is None and conv.fp32_precision == "tf32"
 
 
 @cache

@@ -283,7 +283,7 @@ class _TransformableInputGradient(_InputGradient):
 class _ValueGradient(torch.autograd.Function):
     @staticmethod
     def compute(x: Tensor, grad: Tensor, groups: int, dtype: torch.dtype, *pattern: Tensor) -> Tensor:
-        return _value_gradient(_adjacent(x), _adjacent(grad), *pattern[:2], groups, dtype)
+        return _value_gradient(_adjacent(x), _adjacent(grad), pattern[0], pattern[1], groups, dtype)
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
