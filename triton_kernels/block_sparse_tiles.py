@@ -233,8 +233,10 @@ def _slices_of_a_row(row_blocks: float, programs: int, multiprocessors: int) -> 
         """Return the number of tiles that it reads: one of the output's gradient, and one for each block."""
         return triton.cdiv(programs * slices, multiprocessors) * (1 + row_blocks / slices)
 
-    least = slices_of(row_blocks)
-    return min(range(least, max(least, math.ceil(row_blocks)) + 1), key=read)
+    choices = [slices_of(row_blocks)]
+    while 2 * choices[-1] <= row_blocks:
+        choices.append(2 * choices[-1])
+    return min(choices, key=read)
 
 
 def slices_of(row_blocks: float) -> int:
