@@ -158,7 +158,7 @@ def product(
     stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
     parts = triton.cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
-    # Capability 10 accumulates outside of registers; a limit would spill some there.
+    # On capability 10, which accumulates outside of registers, the limit would spill some.
     limited = tensor_cores and whole_copies and warps == 8 and gpu.capability in (8, 9, 12)
     form = Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
     return Plan(form, warps, _stages(stages, kind, gpu), SHARED_REGISTERS if limited else None)

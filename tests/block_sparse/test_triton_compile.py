@@ -156,16 +156,16 @@ def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_value
 def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, dtype, arch):
     launch = compiler.launch(product, REFERENCE, dtype, arch)
     assert launch.form.samples == 256 or (product == "value gradient" and arch == 80)
-    assert launch.form.parts == (1 if launch.form.samples == 256 else 2)
+    assert launch.form.parts == (2 if arch == 80 else 1)  # there, operands take registers
     assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
     assert launch.count(TENSOR_CORES[arch]) > 0
     assert launch.count(r"\bfma\.rn\.f32") == 0
     assert unfenced(launch.compiled.asm["ptx"]) == 0
     if launch.options["num_stages"] > 1:
         # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers earlier.
-        assert launch.count(COPIES.format(16)) >= 16
+        assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
         assert launch.count(COPIES.format(8)) >= 2
-        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch != 90
+        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch == 100
     assert launch.count(r"st\.global\S*\.v4\.b32") > 0
     assert launch.count(r"st\.global\S*\.b16") == 0
     assert launch.resources["STACK"] == 0
@@ -309,18 +309,18 @@ def test_two_programs_of_the_reference_layer_fit_on_a_multiprocessor(compiler, p
     assert launch.form.samples == 256
     assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
     assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
-    assert launch.resources["STACK"] <= 16
+    assert launch.resources["STACK"] <= 32  # spilled outside of the loop
 
 
 @pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, 120])])
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
 def test_wide_values_are_converted_as_they_are_copied(compiler, product, arch):
     launch = compiler.launch(product, REFERENCE, BF16, arch, wide_values=True)
-    assert launch.count(COPIES.format(16)) >= 16
+    assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
     assert launch.count(r"cvt\.rn\.bf16x2\.f32") > 0 or product == PRODUCTS[2]
     assert unfenced(launch.compiled.asm["ptx"]) == 0
     assert launch.resources["STACK"] == 0
-    if product != PRODUCTS[2]:
+    if product != PRODUCTS[2] and arch != 100:
         assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
         assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
 
