@@ -6,7 +6,7 @@
 
 No GPU is needed, and none is measured. The launchers run as usual, and the kernels are compiled for each GPU instead of
 being launched. From the compiled code come registers, shared memory and the instructions of the main loop; from the
-launch come the number of programs, and the bytes that they read from and write to the L2 cache. The layers have no bias.
+launch come the number of programs, and the bytes that they read from and write to the L2 cache. Layers have no bias.
 
 The estimate of a product is the longest of four times, each as if the GPU did nothing else:
 
