@@ -6,12 +6,9 @@ import mmap
 import multiprocessing
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,45 +113,6 @@ class Guarded:
 # ---- the compiler
 
 
-def gpu(backend: str, arch: int | str) -> Any:
-    """Return the target: backend "cuda" or "hip"."""
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
-
-
-@dataclass
-class Driver:
-    """Stand-in for a GPU's driver."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return str(self.target)
-
-    def get_current_stream(self, _device: str) -> int:
-        return 0
-
-
-@dataclass
-class Warmed:
-    """Stand-in for a kernel that compiles it instead of running it, or only records its launches."""
-
-    kernel: Any
-    compiles: bool = True
-    launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            compiled = self.kernel.warmup(*arguments, grid=grid, **options) if self.compiles else None
-            self.launches.append((grid, options, compiled))
-
-        return launch
-
-
 def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
@@ -162,13 +120,3 @@ def count(pattern: str, text: str) -> int:
 def vectors(text: str) -> tuple[int, int]:
     """Return the numbers of loads and of stores of 16 bytes in PTX."""
     return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
-
-
-def resources(cubin: bytes, path: Path) -> dict[str, int]:
-    """Return the number of registers and the bytes of stack, which holds spilled registers."""
-    import triton
-
-    path.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}

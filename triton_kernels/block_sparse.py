@@ -1,10 +1,10 @@
 """Block-sparse multiplication in Triton, for GPUs.
 
 The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), which have
-checked them. No call waits for the device, and a CUDA graph can capture one. Results are deterministic: every sum has
-one order, and nothing is accumulated in global memory.
+checked them. Values may be in float32 where activations are in half precision. No call waits for the device, and a CUDA
+graph can capture one. Results are deterministic: every sum has one order, and nothing is accumulated in global memory.
 
-float32 is multiplied in IEEE precision unless ``torch.backends.cuda.matmul`` allows TF32.
+float32 is multiplied in IEEE precision, or in TF32 where convolutions are, whose place these products take.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from triton import cdiv
+
 from loco_ext.triton_kernels import block_sparse_tiles as tiles
 from loco_ext.triton_kernels.block_sparse_kernels import (
     depthwise_product_kernel,
@@ -22,8 +25,6 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
     product_kernel,
     values_kernel,
 )
-from torch import Tensor
-from triton import cdiv
 
 # Bytes of shared memory assumed without a GPU: for the interpreter, and for tests that compile for other machines.
 NO_GPUS_SHARED_MEMORY = 227 * 1024
@@ -47,25 +48,38 @@ def block_sparse_value_gradient(
     x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
 ) -> Tensor:
     """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups."""
+    return _value_gradient(x, grad, crow_indices, col_indices, groups, x.dtype)
+
+
+def block_sparse_value_gradient_float32(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+) -> Tensor:
+    """Return :func:`block_sparse_value_gradient` of half precision in float32."""
+    return _value_gradient(x, grad, crow_indices, col_indices, groups, torch.float32)
+
+
+def _value_gradient(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int, dtype: torch.dtype
+) -> Tensor:
     batch, rows, nnz = len(x), len(crow_indices) - 1, len(col_indices)
     depth, width = x.shape[2] // groups, grad.shape[2] // groups
-    values = torch.empty((nnz, groups, depth, width), dtype=x.dtype, device=x.device)
+    values = torch.empty((nnz, groups, depth, width), dtype=dtype, device=x.device)
     if values.numel() == 0:
         return values
     x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels ignore the lazy negation flag
-    slices = tiles.slices_of(nnz / rows)
     depthwise = depth == width == 1
     channels = (groups, groups) if depthwise else (depth, width)
     sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
     if depthwise:
-        plan = tiles.depthwise(batch, groups, x.dtype, units, slices)
+        plan = tiles.depthwise(batch, groups, x.dtype, units, tiles.slices_of(nnz / rows))
         kernel, sizes = depthwise_values_kernel, (batch, groups // units[1])
-        programs = rows * slices * cdiv(groups, plan.form.width)
+        programs = rows * plan.form.slices * cdiv(groups, plan.form.width)
     else:
-        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _gpu(x.device), units, slices)
+        arithmetic = x.dtype, _tf32(), _gpu(x.device)
+        plan = tiles.gradient(batch, depth, width, *arithmetic, units, rows * groups, nnz / rows)
         kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
-        programs = rows * groups * slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
+        programs = rows * groups * plan.form.slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
     strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
     with _device(x):
         kernel[(programs,)](x, grad, crow_indices, col_indices, values, *sizes, *strides, **plan.options())
@@ -93,7 +107,8 @@ def _product(
         kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
         programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
     else:
-        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _gpu(x.device), units, transposed)
+        arithmetic = x.dtype, _tf32(), _gpu(x.device)
+        plan = tiles.product(batch, summed, width, *arithmetic, units, transposed, rows * groups)
         kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
         programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
     strides = _strides(x, units[0])
@@ -108,7 +123,8 @@ def _strides(activations: Tensor, unit: int) -> tuple[int, int]:
 
 
 def _tf32() -> bool:
-    return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return torch.version.hip is None and conv.fp32_precision == "tf32"
 
 
 @cache
@@ -117,10 +133,12 @@ def _gpu(device: torch.device) -> tiles.Gpu:
     if device.type != "cuda":
         return tiles.Gpu(NO_GPUS_SHARED_MEMORY)
     properties: Any = torch.cuda.get_device_properties(device)
+    multiprocessors = properties.multi_processor_count
     if torch.version.hip is not None:
-        return tiles.Gpu(properties.shared_memory_per_block)
-    fences = tiles.puts_fences(triton.__version__, (properties.major, properties.minor))
-    return tiles.Gpu(properties.shared_memory_per_block_optin, fences)
+        return tiles.Gpu(properties.shared_memory_per_block, multiprocessors=multiprocessors)
+    capability = properties.major, properties.minor
+    fences = tiles.puts_fences(triton.__version__, capability)
+    return tiles.Gpu(properties.shared_memory_per_block_optin, fences, multiprocessors, properties.major)
 
 
 def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:

@@ -7,12 +7,14 @@ for each live pair of pixels and each group:
   program has one output pixel and a tile of samples and channels, and goes through the row's blocks. With the pattern
   by input pixel and transposed blocks the same kernel computes the gradient of x.
 - ``values_kernel``: ``dvalues[b] = sum over n of the outer product of x[n, pixel of b] and dy[n, o]``. One program has
-  a share of one output pixel's blocks, and a tile of each.
+  a share of one output pixel's blocks, and a tile of each. If not all samples fit into a tile, it goes through them for
+  several blocks at a time, so that ``dy`` is read less often.
 
 Programs are numbered so that those that run at the same time read the same memory: all samples of an output pixel,
 whose blocks are then read from memory once, and neighbouring output pixels, whose input pixels hit the L2 cache.
 
-Half precision and float32 are summed in float32, in an order that depends on sizes alone. Channels and strides are
+Half precision and float32 are summed in float32, in an order that depends on sizes alone. Values in float32 beside x in
+half precision are rounded to it before they are multiplied; their gradients are not rounded. Channels and strides are
 given in units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what divides them; offsets
 are in 64 bits.
 """
@@ -40,6 +42,7 @@ class Form:
     parts: int = 1  # tiles along the dimension that is summed over
     transposed: bool = False  # blocks are transposed: their rows are the channels of the result
     slices: int = 1  # programs that share an output pixel's blocks
+    blocks: int = 1  # blocks whose gradients are in one tile
 
 
 # Not specialised: the compiler knows their divisors from Form's units.
@@ -113,7 +116,7 @@ def product_kernel(
         x_tile = tl.load(at, mask=(n < batch)[:, None] & summed[None, :], other=0.0)
         at = block * groups * depth
         at = values + (at * width + first if FORM.transposed else (at + first) * width)
-        block_tile = tl.load(at, mask=summed[:, None] & (w < width)[None, :], other=0.0)
+        block_tile = tl.load(at, mask=summed[:, None] & (w < width)[None, :], other=0.0).to(x.dtype.element_ty)
         total = tl.dot(x_tile, block_tile, total, input_precision=FORM.precision, out_dtype=FORM.sums)
 
     channel = group * width + w
@@ -145,7 +148,8 @@ def values_kernel(
     grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM.y_unit)
     depth_tiles, width_tiles = tl.cdiv(depth, FORM.depth), tl.cdiv(width, FORM.width)
     program = tl.program_id(0)
-    d = _tile(program % depth_tiles, FORM.depth)
+    place = tl.arange(0, FORM.blocks * FORM.depth)  # a tile has the same channels of several blocks
+    d = (program % depth_tiles * FORM.depth + place % FORM.depth).to(tl.int64)
     program //= depth_tiles
     w = _tile(program % width_tiles, FORM.width)
     program //= width_tiles
@@ -172,19 +176,21 @@ def values_kernel(
             tl.store(values + block * groups * depth * width, total.to(values.dtype.element_ty), mask=live)
     else:
         parts = tl.cdiv(batch, FORM.samples)
-        total = tl.full([FORM.depth, FORM.width], 0, FORM.sums)
-        for step in range(count * parts):
-            block, part = begin + step // parts, step % parts
-            pixel, first = tl.load(pixels + block), part * FORM.samples
+        total = tl.full([FORM.blocks * FORM.depth, FORM.width], 0, FORM.sums)
+        for step in range(tl.cdiv(count, FORM.blocks) * parts):
+            entry, part = step // parts * FORM.blocks + place // FORM.depth, step % parts
+            block, first = begin + entry, part * FORM.samples
+            pixel = tl.load(pixels + block, mask=entry < count, other=0)
             there = first + n < batch
-            at = x + (pixel * x_pixel_stride + first * x_sample_stride)
-            x_tile = tl.load(at, mask=(d < depth)[:, None] & there[None, :], other=0.0)
+            at = x + ((pixel * x_pixel_stride)[:, None] + first * x_sample_stride)
+            x_tile = tl.load(at, mask=((d < depth) & (entry < count))[:, None] & there[None, :], other=0.0)
             at = grad + first * grad_sample_stride
             grad_tile = tl.load(at, mask=there[:, None] & (w < width)[None, :], other=0.0)
             total = tl.dot(x_tile, grad_tile, total, input_precision=FORM.precision, out_dtype=FORM.sums)
             if part == parts - 1:
-                tl.store(values + block * groups * depth * width, total.to(values.dtype.element_ty), mask=live)
-                total = tl.full([FORM.depth, FORM.width], 0, FORM.sums)
+                to = values + (block * groups * depth * width)[:, None]
+                tl.store(to, total.to(values.dtype.element_ty), mask=live & (entry < count)[:, None])
+                total = tl.full([FORM.blocks * FORM.depth, FORM.width], 0, FORM.sums)
 
 
 # ---- depthwise: blocks have one element, so that groups are channels
@@ -224,9 +230,9 @@ def depthwise_product_kernel(
         entry = begin + step
         pixel = tl.load(pixels + entry)
         block = entry if blocks is None else tl.load(blocks + entry)
-        factor = tl.load(values + block * channels + c, mask=c < channels, other=0.0).to(FORM.sums)
+        factor = tl.load(values + block * channels + c, mask=c < channels, other=0.0).to(x.dtype.element_ty)
         x_tile = tl.load(x + pixel * x_pixel_stride, mask=there, other=0.0)
-        total += x_tile.to(FORM.sums) * factor[None, :]
+        total += x_tile.to(FORM.sums) * factor[None, :].to(FORM.sums)
     if bias is not None:
         total += tl.load(bias + row * channels + c, mask=c < channels, other=0.0).to(FORM.sums)[None, :]
     to = y + (n[:, None] * rows + row) * channels + c[None, :]

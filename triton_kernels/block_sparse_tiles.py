@@ -1,7 +1,8 @@
 """Tile sizes of block-sparse multiplication in Triton, chosen by sizes, dtype and the GPU's shared memory.
 
-Two aims decide: a block of values is read from memory once, so a program takes as many samples as it can, up to 256;
-two programs fit on a multiprocessor, so that one loads while the other stores.
+Three aims decide: a block of values is read from memory once, so a program takes as many samples as it can, up to 256;
+two programs fit on a multiprocessor, so that one loads while the other stores; a small layer has programs for all
+multiprocessors. `python -m bench.estimate_block_sparse` shows what the kernels take on several GPUs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from loco_ext.triton_kernels.block_sparse_kernels import Form
 
 LEAST = 16  # smallest size of a tile of tl.dot along each axis
 UNIT = 16  # largest unit, in elements
 Units = tuple[int, int]  # the units of x and of y
-BLOCKS_OF_A_PROGRAM = 16  # approximate number of blocks whose gradients one program computes
+BLOCKS_OF_A_PROGRAM = 16  # most blocks, approximately, whose gradients one program computes
+BLOCKS_OF_A_TILE = 4  # most blocks whose gradients are in one tile
+SHARED_REGISTERS = 128  # most registers of a thread, of 256, with which two programs fit on a multiprocessor
 DEPTHWISE_ELEMENTS, DEPTHWISE_CHANNELS = 2048, 64  # most elements and channels of a depthwise tile
 
 
@@ -49,6 +53,13 @@ class Gpu:
 
     shared_memory: int  # bytes that a program may use
     fences: bool = True  # whether tensor cores wait for tiles that are copied asynchronously; see puts_fences
+    multiprocessors: int = 1
+    capability: int = 0  # the major compute capability; 0 for GPUs of other makers
+
+    @property
+    def multiplies_registers(self) -> bool:
+        """Whether the tensor cores take their operands from registers instead of shared memory."""
+        return self.capability in (8, 12)
 
 
 def puts_fences(version: str, capability: tuple[int, int]) -> bool:
@@ -68,10 +79,12 @@ class Plan:
     form: Form
     warps: int
     stages: int
+    registers: int | None = None  # most registers of a thread, if limited
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of the launch."""
-        return {"FORM": self.form, "num_warps": self.warps, "num_stages": self.stages}
+        limits = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"FORM": self.form, "num_warps": self.warps, "num_stages": self.stages, **limits}
 
 
 def kind_of(dtype: torch.dtype, tf32: bool) -> str:
@@ -114,22 +127,55 @@ def _stages(stages: int, kind: str, gpu: Gpu) -> int:
 
 
 def product(
-    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, transposed: bool
+    batch: int,
+    summed: int,
+    channels: int,
+    dtype: torch.dtype,
+    tf32: bool,
+    gpu: Gpu,
+    units: Units,
+    transposed: bool,
+    products: int,
 ) -> Plan:
-    """Return the plan for products of samples by blocks ``[summed, channels]``."""
+    """Return the plan for products of samples by blocks ``[summed, channels]``.
+
+    Args:
+        products: number of output pixels times groups.
+    """
     kind, shared = kind_of(dtype, tf32), gpu.shared_memory
     most = MOST[kind]
-    width, depth = _power(channels, most.channels), _power(summed, most.summed)
+    width = _power(channels, most.channels)
+    tensor_cores, whole_copies = kind in ("half", "tf32"), min(units) * dtype.itemsize >= 16
+    # With operands in registers, half of the depth leaves enough of them for a second program.
+    depth = _power(summed, most.summed // 2 if tensor_cores and gpu.multiplies_registers else most.summed)
     by_hand = _most_by_hand(depth, units[0], dtype)
     samples = _power(batch, min(by_hand, most.few_samples if width > 64 else most.samples))
     while 2 * _stage(samples, depth, width, dtype) > shared:
         samples //= 2
+    programs = products * triton.cdiv(channels, width)
+    samples = _samples_of_a_program(batch, samples, width, programs, gpu.multiprocessors)
     # One stage computes, two or one load the next tiles, and as many load the pixels that tiles further ahead need.
     stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
     parts = triton.cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
+    # On capability 10, which accumulates outside of registers, the limit would spill some.
+    limited = tensor_cores and whole_copies and warps == 8 and gpu.capability in (8, 9, 12)
     form = Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
-    return Plan(form, warps, _stages(stages, kind, gpu))
+    return Plan(form, warps, _stages(stages, kind, gpu), SHARED_REGISTERS if limited else None)
+
+
+def _samples_of_a_program(batch: int, most: int, width: int, programs: int, multiprocessors: int) -> int:
+    """Return the samples for which the busiest multiprocessor reads least; ``programs`` would take all of them."""
+
+    def read(samples: int) -> int:
+        """Return what it reads for each channel of the input: samples, and columns of a block."""
+        rounds = triton.cdiv(programs * triton.cdiv(batch, samples), multiprocessors)
+        return rounds * (min(samples, batch) + width)
+
+    sizes = [most]
+    while sizes[-1] > LEAST:
+        sizes.append(sizes[-1] // 2)
+    return min(sizes, key=read)
 
 
 def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
@@ -138,31 +184,64 @@ def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
 
 
 def gradient(
-    batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, slices: int
+    batch: int,
+    depth: int,
+    width: int,
+    dtype: torch.dtype,
+    tf32: bool,
+    gpu: Gpu,
+    units: Units,
+    products: int,
+    row_blocks: float,
 ) -> Plan:
-    """Return the plan for the gradient of blocks ``[depth, width]``; ``slices`` programs share an output pixel.
+    """Return the plan for the gradient of blocks ``[depth, width]``.
 
     The output gradients of an output pixel, of all samples, are loaded once for all of its blocks if they and two tiles
-    of the input fit into half of the shared memory.
+    of the input fit into half of the shared memory. Otherwise each is loaded once for several blocks.
+
+    Args:
+        products: number of output pixels times groups.
+        row_blocks: number of blocks of an output pixel, on average.
     """
     kind = kind_of(dtype, tf32)
     most = MOST[kind]
     depth_tile, width_tile = _power(depth, most.block), _power(width, most.block)
     whole = _power(batch, min(_most_by_hand(depth_tile, units[0], dtype), _most_by_hand(width_tile, units[1], dtype)))
     needed = whole * (2 * depth_tile + width_tile) * dtype.itemsize + depth_tile * width_tile * 4
-    fits = whole >= batch and kind in ("half", "tf32") and needed <= gpu.shared_memory // 2
+    tensor_cores = kind in ("half", "tf32")
+    fits = whole >= batch and tensor_cores and needed <= gpu.shared_memory // 2
     samples = whole if fits else min(whole, most.summed)
     parts = 1 if samples >= batch else 2
     # Small copies need many addresses, and each takes two registers.
     many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= 64 * 64
-    warps = 8 if depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
-    form = Form(samples, depth_tile, width_tile, parts=parts, slices=slices, **_common(kind, units))
+    blocks = 1
+    while parts > 1 and tensor_cores and not many and blocks < min(BLOCKS_OF_A_TILE, row_blocks):
+        if 2 * blocks * depth_tile * width_tile > most.accumulated:
+            break
+        blocks *= 2
+    warps = 8 if blocks * depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
+    programs = products * triton.cdiv(depth, depth_tile) * triton.cdiv(width, width_tile)
+    slices = _slices_of_a_row(row_blocks, programs, gpu.multiprocessors)
+    form = Form(samples, depth_tile, width_tile, parts=parts, slices=slices, blocks=blocks, **_common(kind, units))
     return Plan(form, warps, _stages(3, kind, gpu))
 
 
-def slices_of(blocks_of_a_row: float) -> int:
-    """Return the number of programs that share the gradients of an output pixel's blocks."""
-    return max(1, round(blocks_of_a_row / BLOCKS_OF_A_PROGRAM))
+def _slices_of_a_row(row_blocks: float, programs: int, multiprocessors: int) -> int:
+    """Return the slices of a row for which the busiest multiprocessor reads least tiles."""
+
+    def read(slices: int) -> float:
+        """Return the number of tiles that it reads: one of the output's gradient, and one for each block."""
+        return triton.cdiv(programs * slices, multiprocessors) * (1 + row_blocks / slices)
+
+    choices = [slices_of(row_blocks)]
+    while 2 * choices[-1] <= row_blocks:
+        choices.append(2 * choices[-1])
+    return min(choices, key=read)
+
+
+def slices_of(row_blocks: float) -> int:
+    """Return the least number of programs that share the gradients of an output pixel's blocks."""
+    return max(1, round(row_blocks / BLOCKS_OF_A_PROGRAM))
 
 
 def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> Plan:

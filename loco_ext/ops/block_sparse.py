@@ -46,8 +46,9 @@ def block_sparse_matmul(
 
     The result is differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and
     ``values`` are saved for that. Half precision is summed in float32. Results are bitwise independent of the number of
-    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs float32 is multiplied in
-    TF32 if ``torch.backends.cuda.matmul`` allows that.
+    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs ``values`` in float32 are
+    converted as they are read, and their gradient is not rounded to autocast's dtype. On NVIDIA GPUs float32 is
+    multiplied in TF32 where convolutions are, by ``torch.backends.cudnn.conv.fp32_precision``.
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
     channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the
@@ -108,9 +109,13 @@ class TracerWarningsIgnored(warnings.catch_warnings):
 
 
 def _checked(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> Any:
-    operands = _autocast(x, values, bias)
-    _check(operands[0], operands[1], pattern, operands[2])
-    return operands
+    wide = _reads_wide_values(x, values)
+    if wide:
+        x, bias = _autocast(x, bias)
+    else:
+        x, values, bias = _autocast(x, values, bias)
+    _check(x, values, pattern, bias, torch.float32 if wide else None)
+    return x, values, bias
 
 
 class _Consumer(NamedTuple):
@@ -133,10 +138,7 @@ class _Consumer(NamedTuple):
             end_row = max(row + 1, int(torch.searchsorted(starts, begin + most, right=True)) - 1)
             blocks = slice(begin, int(starts[end_row]))
             part = crow[row : end_row + 1] - begin, col[blocks]
-            yield (
-                blocks,
-                _run("block_sparse_value_gradient", x, grad[:, row:end_row], *part, values.shape[1]),
-            )
+            yield blocks, _value_gradient(x, grad[:, row:end_row], *part, values.shape[1], values.dtype)
             row = end_row
 
 
@@ -204,7 +206,7 @@ class _Matmul(torch.autograd.Function):
         if needs_values and consumer is not None:
             consumer.take(x, grad, values)
         elif needs_values:
-            grad_values = _differentiable(_ValueGradient, x, grad, values.shape[1], *pattern)
+            grad_values = _differentiable(_ValueGradient, x, grad, values.shape[1], values.dtype, *pattern)
         return (grad_x, grad_values, grad.sum(0) if needs_bias else None, None, *[None] * len(pattern))
 
 
@@ -256,7 +258,7 @@ class _InputGradient(torch.autograd.Function):
         needs_grad, needs_values = ctx.needs_input_grad[:2]
         return (
             _differentiable(_Matmul, x, values, None, None, *pattern) if needs_grad else None,
-            _differentiable(_ValueGradient, x, grad, values.shape[1], *pattern) if needs_values else None,
+            _differentiable(_ValueGradient, x, grad, values.shape[1], values.dtype, *pattern) if needs_values else None,
             *[None] * len(pattern),
         )
 
@@ -280,8 +282,8 @@ class _TransformableInputGradient(_InputGradient):
 
 class _ValueGradient(torch.autograd.Function):
     @staticmethod
-    def compute(x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
-        return _run("block_sparse_value_gradient", _adjacent(x), _adjacent(grad), *pattern[:2], groups)
+    def compute(x: Tensor, grad: Tensor, groups: int, dtype: torch.dtype, *pattern: Tensor) -> Tensor:
+        return _value_gradient(_adjacent(x), _adjacent(grad), pattern[0], pattern[1], groups, dtype)
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -292,11 +294,12 @@ class _ValueGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, grad, *pattern = ctx.saved_tensors
         if grads[0] is None:
-            return (None,) * (3 + len(pattern))
+            return (None,) * (4 + len(pattern))
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         return (
             _differentiable(_InputGradient, grad, grads[0], *pattern) if needs_x else None,
             _differentiable(_Matmul, x, grads[0], None, None, *pattern) if needs_grad else None,
+            None,
             None,
             *[None] * len(pattern),
         )
@@ -312,11 +315,17 @@ class _TransformableValueGradient(_ValueGradient):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, grad: Tensor, groups: int, *pattern: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        x: Tensor,
+        grad: Tensor,
+        groups: int,
+        dtype: torch.dtype,
+        *pattern: Tensor,
     ) -> tuple[Tensor, int]:
         size = info.batch_size
         x, grad = _into_channels(x, in_dims[0], size), _into_channels(grad, in_dims[1], size)
-        values = _differentiable(_ValueGradient, x, grad, size * groups, *pattern)
+        values = _differentiable(_ValueGradient, x, grad, size * groups, dtype, *pattern)
         return values.unflatten(1, (size, groups)), 1
 
 
@@ -345,6 +354,14 @@ def _one_by_one(
         for argument, dim in zip(arguments, in_dims, strict=True)
     ]
     return torch.stack([function(*part) for part in zip(*parts, strict=True)]), 0
+
+
+def _value_gradient(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of values in the dtype, which is that of ``x`` or float32."""
+    name = "block_sparse_value_gradient" if dtype == x.dtype else "block_sparse_value_gradient_float32"
+    return _run(name, x, grad, crow_indices, col_indices, groups)
 
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
@@ -380,6 +397,20 @@ def _reads_by_channel(x: Tensor, values: Tensor) -> bool:
     return values.shape[2:] == (1, 1) and x.stride(1) == 1 and backends.choose(_FAMILY, x.device) == "native"
 
 
+def _reads_wide_values(x: Any, values: Any) -> bool:
+    """Return whether autocast would convert float32 values that the kernels can convert as they read them.
+
+    So the values are read once, and no copy of them is written nor kept for the backward pass.
+    """
+    if not (isinstance(x, Tensor) and isinstance(values, Tensor) and values.dtype == torch.float32):
+        return False
+    device_type = x.device.type
+    if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return False
+    half = x.dtype != torch.float64 and torch.get_autocast_dtype(device_type).itemsize == 2
+    return half and backends.choose(_FAMILY, x.device) == "triton"
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -397,12 +428,15 @@ def _autocast(*tensors: Any) -> Any:
     return tuple(tensor.to(dtype) if eligible(tensor) else tensor for tensor in tensors)
 
 
-def _check(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> None:
+def _check(
+    x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None, dtype: torch.dtype | None = None
+) -> None:
+    """Check the operands; ``dtype`` is that of values, by default that of ``x``."""
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern: expected a BlockPattern, got {type(pattern).__name__}")
     _, pixels, channels = sizes = _check_tensor("x", x, "(N, n_in, C_in)")
     blocks, groups, depth, width = shape = _check_tensor(
-        "values", values, "(nnz, groups, C_in / groups, C_out / groups)", x
+        "values", values, "(nnz, groups, C_in / groups, C_out / groups)", x, dtype
     )
     if pattern.crow_indices.device != x.device:
         raise TypeError(f"pattern: expected device {x.device} as x, got {pattern.crow_indices.device}")
@@ -428,12 +462,17 @@ def _check_consume(consume: Any) -> None:
         raise RuntimeError("consume: expected a call that torch.compile leaves alone")
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = None) -> tuple[int, ...]:
-    """Return the sizes of a tensor after checking it; it must have as many dimensions as ``shape`` lists."""
+def _check_tensor(
+    name: str, tensor: Tensor, shape: str, like: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[int, ...]:
+    """Return the sizes of a tensor after checking it; it must have as many dimensions as ``shape`` lists.
+
+    Its device must be that of ``like``, and its dtype ``dtype`` or, if that is None, that of ``like``.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     check_memory(name, tensor)
-    if like is not None and tensor.dtype != like.dtype:
+    if like is not None and tensor.dtype != (dtype or like.dtype):
         raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")
     if like is not None and tensor.device != like.device:
         raise TypeError(f"{name}: expected device {like.device} as x, got {tensor.device}")
@@ -459,6 +498,11 @@ def _keep_kernel(op: torch._ops.OpOverload) -> None:
 # differentiable as they are.
 _TRACED = torch.library.Library("loco_ext", "FRAGMENT")
 _TRACED.define("block_sparse_traced(Tensor x, Tensor values, Tensor? bias, Tensor[] pattern) -> Tensor")
+# The gradient of float32 values that were multiplied in half precision; on GPUs alone.
+_TRACED.define(
+    "block_sparse_value_gradient_float32(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int groups) "
+    "-> Tensor"
+)
 
 
 @torch.library.impl(_TRACED, "block_sparse_traced", "CompositeImplicitAutograd")
@@ -468,7 +512,12 @@ def _(x: Tensor, values: Tensor, bias: Tensor | None, pattern: Sequence[Tensor])
 
 if backends.library is not None:
     # The library defines the operators, which torch.compile knows; on GPUs their implementation is Triton's.
-    for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
+    for _name in (
+        "block_sparse_matmul",
+        "block_sparse_input_gradient",
+        "block_sparse_value_gradient",
+        "block_sparse_value_gradient_float32",
+    ):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
 
     # For exporters to formats without these operators, such as ONNX: graphs of few nodes. torch.compile also runs it to
@@ -503,3 +552,9 @@ if backends.library is not None:
     def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
         backends.check_one_device(x=x, grad=grad)
         return x.new_empty((col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups))
+
+    @torch.library.register_fake("loco_ext::block_sparse_value_gradient_float32")
+    def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
+        backends.check_one_device(x=x, grad=grad)
+        shape = (col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups)
+        return x.new_empty(shape, dtype=torch.float32)

@@ -48,16 +48,27 @@ def block_sparse_input_gradient(
 
 
 def block_sparse_value_gradient(
-    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups."""
+    """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups.
+
+    ``dtype``: that of the result; None for that of ``x``.
+    """
+    dtype = dtype or x.dtype
     nnz, n_out = len(col_indices), len(crow_indices) - 1
     rows = _rows(crow_indices, nnz)
-    parts = [x.new_empty((0, groups, x.shape[2] // groups, grad.shape[2] // groups))]
+    parts = [x.new_empty((0, groups, x.shape[2] // groups, grad.shape[2] // groups), dtype=dtype)]
     for part in _parts(nnz, n_out):
         outer = _gather(x, col_indices[part], groups).transpose(-1, -2) @ _gather(grad, rows[part], groups)
-        parts.append(outer.to(x.dtype))
+        parts.append(outer.to(dtype))
     return torch.cat(parts)
+
+
+def block_sparse_value_gradient_float32(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+) -> Tensor:
+    """Return :func:`block_sparse_value_gradient` of half precision in float32."""
+    return block_sparse_value_gradient(x, grad, crow_indices, col_indices, groups, dtype=torch.float32)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@ must stay unchanged.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,7 +33,7 @@ F64, F32, F16 = torch.float64, torch.float32, torch.float16
 
 @dataclass
 class Call:
-    """Operands, the pattern's index tensors by output and by input pixel, and tile sizes other than the launcher's."""
+    """Operands, the pattern's index tensors by output and by input pixel, and settings of the launcher."""
 
     x: Tensor
     values: Tensor
@@ -42,13 +43,16 @@ class Call:
     by_input: tuple[Tensor, Tensor, Tensor]
     most: dict[str, int] = field(default_factory=dict)
     blocks_of_a_program: int | None = None
+    gpu: dict[str, int] | None = None
+    tf32: bool = False  # the interpreter multiplies in float32 all the same
 
     def products(self, module: Any) -> tuple[Tensor, ...]:
         """Return the product and the gradients of x and values."""
+        of_values = "block_sparse_value_gradient" + ("" if self.values.dtype == self.x.dtype else "_float32")
         return (
             module.block_sparse_matmul(self.x, self.values, *self.by_output, self.bias),
             module.block_sparse_input_gradient(self.grad, self.values, *self.by_input),
-            module.block_sparse_value_gradient(self.x, self.grad, *self.by_output, self.values.shape[1]),
+            getattr(module, of_values)(self.x, self.grad, *self.by_output, self.values.shape[1]),
         )
 
 
@@ -69,6 +73,10 @@ def run(data: bytes) -> bytes:
             patch.setattr(block_sparse_tiles, "MOST", tiles)
             if call.blocks_of_a_program is not None:
                 patch.setattr(block_sparse_tiles, "BLOCKS_OF_A_PROGRAM", call.blocks_of_a_program)
+            if call.gpu is not None:
+                gpu = block_sparse_tiles.Gpu(**call.gpu)
+                patch.setattr(block_sparse, "_gpu", lambda _device, gpu=gpu: gpu)
+            patch.setattr(block_sparse, "_tf32", lambda call=call: call.tf32)
             patch.setattr(torch, "empty", empty)
             results.append(call.products(block_sparse))
         assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"
@@ -225,6 +233,52 @@ def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
     assert_is_dense(problem, *interpreter.results(call), F32)
 
 
+# The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
+@pytest.mark.parametrize(("dtype", "tf32"), [(F16, False), (F32, True)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "multiprocessors"), [(Case(18, 1, 18, 5, 4, 9, 0.8), 1), (Case(50, 2, 16, 7, 5, 4, 0.6), 100)], ids=str
+)
+def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, multiprocessors, dtype, tf32):
+    from loco_ext.triton_kernels import block_sparse_tiles as tiles
+
+    monkeypatch.setattr(tiles, "MOST", {kind: replace(most, **SMALL) for kind, most in tiles.MOST.items()})
+    problem = make_problem(case, dtype)
+    counts = problem.live.sum(1)
+    assert counts.unique().numel() > 1
+    gpu = {"shared_memory": 2**12, "multiprocessors": multiprocessors}
+    products, mean = case.groups * case.n_out, counts.sum().item() / case.n_out
+    units = (tiles.unit_of(case.depth), tiles.unit_of(case.width))
+    plan = tiles.gradient(case.batch, case.depth, case.width, dtype, tf32, tiles.Gpu(**gpu), units, products, mean)
+    assert plan.form.blocks == 2 ** math.ceil(math.log2(min(4, mean))) > 1
+    assert (counts % plan.form.blocks).any()
+    assert (plan.form.slices > 1) == (multiprocessors > 1)
+    call = make_call(problem, dtype, most=SMALL, gpu=gpu, tf32=tf32)
+    assert_is_dense(problem, *interpreter.results(call), dtype)
+
+
+@pytest.mark.parametrize("case", [Case(35, 1, 20, 37, 3, 3, 1.0), Case(1, 1, 4, 5, 1, 1, 1.0), Case(33, 3, 5, 2, 2, 3)])
+def test_small_layers_on_many_multiprocessors(interpreter, case):
+    problem = make_problem(case, F32)
+    gpu = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
+    calls = [make_call(problem, F32, gpu=gpu, tf32=tf32) for tf32 in (False, True)]
+    for results in interpreter.results(*calls):
+        assert_is_dense(problem, results, F32)
+
+
+@pytest.mark.parametrize("name", ["not a multiple of anything", "odd groups", "depthwise", "no entries"])
+def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(interpreter, name):
+    problem = make_problem(CASES[name], F16)
+    call = make_call(problem, F16)
+    wide = replace(call, values=call.values.float() * (1 + 2.0**-13))  # rounds to what it was
+    assert same_bits(wide.values.half(), call.values)
+    expected, (y, grad_x, grad_values) = interpreter.results(call, wide)
+    assert same_bits(y, expected[0])
+    assert same_bits(grad_x, expected[1])
+    assert grad_values.dtype == F32
+    assert same_bits(grad_values.half(), expected[2])
+    assert_sum_of_products(grad_values, dense_results(problem)[2], sizes_of_terms(problem)[2])
+
+
 def test_without_a_bias(interpreter):
     for case in (HERE["several entries"], CASES["depthwise"]):
         call = replace(make_call(make_problem(case, F32), F32), bias=None)
@@ -344,3 +398,35 @@ def test_without_the_library_the_kernels_are_called_directly(monkeypatch):
     y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
     torch.autograd.grad(y, operands, problem.grad)
     assert called == list(kernels)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, F16], ids=str)
+def test_autocast_leaves_values_to_the_kernels(monkeypatch, cast):
+    called: list[tuple[str, torch.dtype, torch.dtype]] = []
+    monkeypatch.setattr(backends, "library", None)
+    monkeypatch.setattr(backends, "choose", lambda *_: "triton")
+    from loco_ext.triton_kernels import block_sparse
+
+    for name in ("matmul", "input_gradient", "value_gradient_float32"):
+        kernel = getattr(reference, f"block_sparse_{name}")
+
+        def record(first, second, *rest, name=name, kernel=kernel):
+            called.append((name, first.dtype, second.dtype))
+            with torch.autocast("cpu", enabled=False):
+                return kernel(first, second, *rest)
+
+        monkeypatch.setattr(block_sparse, f"block_sparse_{name}", record)
+    problem = make_problem(CASES["convolution"], cast)
+    operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
+    with torch.autocast("cpu", cast):
+        y = ops.block_sparse_matmul(*operands[:2], problem.pattern, operands[2])
+        gradients = torch.autograd.grad(y, operands, problem.grad.to(cast), create_graph=True)
+    assert y.dtype == cast
+    assert called == [("matmul", cast, F32), ("input_gradient", cast, F32), ("value_gradient_float32", cast, cast)]
+    assert [t.dtype for t in gradients] == [F32] * 3
+    assert_sum_of_products(gradients[1], dense_results(problem)[2], sizes_of_terms(problem)[2])
+    second = torch.autograd.grad(gradients[1].sum(), operands[0])[0]
+    ones = replace(problem, values=torch.ones_like(problem.values))
+    assert_sum_of_products(second.to(cast), dense_results(ones)[1], sizes_of_terms(ones)[1])
+    with pytest.raises(TypeError, match=r"values: expected torch.float64 as x"):
+        ops.block_sparse_matmul(problem.x, operands[1], problem.pattern)

@@ -6,14 +6,14 @@ The tests call the launcher itself; instead of a launch, the kernel is compiled 
 import itertools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.ahead_of_time import Driver, Warmed, gpu, resources
 from tests.covering import covering, slow
-from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources
+from tests.triton_runs import CUDA, count, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -81,8 +81,8 @@ def unfenced(ptx: str) -> int:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Compiler":
-    return Compiler(monkeypatch, tmp_path)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> "Compiler":
+    return Compiler(monkeypatch)
 
 
 @dataclass
@@ -90,7 +90,6 @@ class Compiler:
     """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
-    folder: Path
 
     def launch(
         self,
@@ -100,13 +99,17 @@ class Compiler:
         arch: int | str = 90,
         tf32: bool = False,
         compiles: bool = True,
+        multiprocessors: int = 1,
+        wide_values: bool = False,
     ) -> Launch:
         import triton
+
         from loco_ext.triton_kernels import block_sparse
         from loco_ext.triton_kernels.block_sparse_tiles import Gpu, puts_fences
 
         fences = arch == AMD or puts_fences(triton.__version__, divmod(int(arch), 10))
-        of_gpu = Gpu(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences)
+        capability = 0 if arch == AMD else int(arch) // 10
+        of_gpu = Gpu(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
         kernels = {name: Warmed(getattr(block_sparse, name), compiles) for name in KERNELS}
         with self.patch.context() as patch:
             target = gpu("hip" if arch == AMD else "cuda", arch)
@@ -115,26 +118,28 @@ class Compiler:
             patch.setattr(block_sparse, "_gpu", lambda device: of_gpu)
             for name, kernel in kernels.items():
                 patch.setattr(block_sparse, name, kernel)
-            call(block_sparse, product, layer, dtype)
+            call(block_sparse, product, layer, dtype, wide_values)
         ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
-        used = resources(compiled.asm["cubin"], self.folder / "kernel.cubin") if compiles and arch != AMD else {}
+        used = resources(compiled.asm["cubin"]) if compiles and arch != AMD else {}
         return Launch(grid, options, compiled, used)
 
 
-def call(module: Any, product: str, layer: Layer, dtype: torch.dtype) -> None:
+def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_values: bool) -> None:
     gap = 1 if layer.odd else 0
 
     def activations(channels: int) -> torch.Tensor:
         return torch.empty(layer.batch, 4, channels + gap, dtype=dtype)[..., :channels]
 
     x, grad = activations(layer.groups * layer.depth), activations(layer.groups * layer.width)
-    values = torch.empty(36, layer.groups, layer.depth, layer.width, dtype=dtype)
+    values = torch.empty(36, layer.groups, layer.depth, layer.width, dtype=F32 if wide_values else dtype)
     crow, col = torch.zeros(5, dtype=torch.int64), torch.zeros(36, dtype=torch.int64)
     if product == "forward":
         bias = torch.empty(4, layer.groups * layer.width, dtype=dtype)
         module.block_sparse_matmul(x, values, crow, col, bias)
     elif product == "input gradient":
         module.block_sparse_input_gradient(grad, values, crow, col, col)
+    elif wide_values:
+        module.block_sparse_value_gradient_float32(x, grad, crow, col, layer.groups)
     else:
         module.block_sparse_value_gradient(x, grad, crow, col, layer.groups)
 
@@ -151,16 +156,16 @@ def call(module: Any, product: str, layer: Layer, dtype: torch.dtype) -> None:
 def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, dtype, arch):
     launch = compiler.launch(product, REFERENCE, dtype, arch)
     assert launch.form.samples == 256 or (product == "value gradient" and arch == 80)
-    assert launch.form.parts == (1 if launch.form.samples == 256 else 2)
+    assert launch.form.parts == (2 if arch == 80 else 1)  # there, operands take registers
     assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
     assert launch.count(TENSOR_CORES[arch]) > 0
     assert launch.count(r"\bfma\.rn\.f32") == 0
     assert unfenced(launch.compiled.asm["ptx"]) == 0
     if launch.options["num_stages"] > 1:
         # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers earlier.
-        assert launch.count(COPIES.format(16)) >= 16
+        assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
         assert launch.count(COPIES.format(8)) >= 2
-        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch != 90
+        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch == 100
     assert launch.count(r"st\.global\S*\.v4\.b32") > 0
     assert launch.count(r"st\.global\S*\.b16") == 0
     assert launch.resources["STACK"] == 0
@@ -181,7 +186,13 @@ LAYERS = {
     "depthwise, odd": Layer(3, 1, 1, groups=33, odd=True),
 }
 UNLIKE = ("rgb", "256 channels", "large batch", "odd", "depthwise")  # they share no tile sizes
-ARITHMETIC = {"half": (BF16, False), "tf32": (F32, True), "float32": (F32, False), "double": (F64, False)}
+ARITHMETIC = {
+    "half": (BF16, False),
+    "wide values": (BF16, False),
+    "tf32": (F32, True),
+    "float32": (F32, False),
+    "double": (F64, False),
+}
 
 
 # The other targets have as much shared memory as 90 or 120, or an amount in between; each option meets each of them.
@@ -200,7 +211,7 @@ EVERYWHERE = covering(UNLIKE, ARITHMETIC, [80, 89, 100], PRODUCTS)
 )
 def test_every_layer_fits_on_the_gpu(compiler, layer, arithmetic, arch, product):
     dtype, tf32 = ARITHMETIC[arithmetic]
-    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32)
+    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32, wide_values=arithmetic == "wide values")
     assert launch.shared <= SHARED_MEMORY[arch]
     assert launch.resources["REG"] * launch.threads <= REGISTERS
     assert launch.resources["STACK"] <= 64
@@ -217,8 +228,8 @@ def test_one_stage_where_triton_leaves_out_the_fence():
     assert [key for key, puts in known.items() if not puts] == [(v, c) for v in ("3.6.0", "3.7.0") for c in (9, 10)]
     for arithmetic, (dtype, tf32) in ARITHMETIC.items():
         options = (dtype, tf32, tiles.Gpu(SHARED_MEMORY[90], fences=False), (16, 16))
-        plans = tiles.product(250, 64, 64, *options, False), tiles.gradient(250, 64, 64, *options, 1)
-        assert all((plan.stages == 1) == (arithmetic in ("half", "tf32")) for plan in plans)
+        plans = tiles.product(250, 64, 64, *options, False, 1024), tiles.gradient(250, 64, 64, *options, 1024, 9)
+        assert all((plan.stages == 1) == (arithmetic not in ("float32", "double")) for plan in plans)
 
 
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
@@ -234,19 +245,22 @@ def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, pro
     assert unfenced(tf32.compiled.asm["ptx"]) == 0
 
 
-def test_tf32_is_what_torch_says(monkeypatch):
+def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
     from loco_ext.triton_kernels import block_sparse
 
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    assert not block_sparse._tf32()
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
     try:
-        settings.allow_tf32 = True
-        assert block_sparse._tf32()
-        monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert not block_sparse._tf32()
+        for allowed in (False, True):
+            matmul.fp32_precision = "ieee" if allowed else "tf32"
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+                assert torch.backends.cudnn.conv.fp32_precision == ("tf32" if allowed else "none")
+                assert block_sparse._tf32() == allowed
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.version, "hip", "7.0")
+                    assert not block_sparse._tf32()
     finally:
-        settings.fp32_precision = before
+        matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
@@ -287,6 +301,39 @@ def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, p
 
 
 @pytest.mark.parametrize(
+    ("arch", "dtype", "tf32"), [(80, BF16, False), (90, F32, True), *map(slow, [(120, BF16, False), (80, F32, True)])]
+)
+@pytest.mark.parametrize("product", PRODUCTS[:2])
+def test_two_programs_of_the_reference_layer_fit_on_a_multiprocessor(compiler, product, arch, dtype, tf32):
+    launch = compiler.launch(product, REFERENCE, dtype, arch, tf32)
+    assert launch.form.samples == 256
+    assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
+    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+    assert launch.resources["STACK"] <= 32  # spilled outside of the loop
+
+
+@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, 120])])
+@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
+def test_wide_values_are_converted_as_they_are_copied(compiler, product, arch):
+    launch = compiler.launch(product, REFERENCE, BF16, arch, wide_values=True)
+    assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
+    assert launch.count(r"cvt\.rn\.bf16x2\.f32") > 0 or product == PRODUCTS[2]
+    assert unfenced(launch.compiled.asm["ptx"]) == 0
+    assert launch.resources["STACK"] == 0
+    if product != PRODUCTS[2] and arch != 100:
+        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
+        assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+
+
+@pytest.mark.parametrize(("product", "dtype", "tf32"), [(PRODUCTS[2], BF16, False), slow((PRODUCTS[2], F32, True))])
+def test_gradients_of_a_batch_that_does_not_fit_are_those_of_several_blocks_at_a_time(compiler, product, dtype, tf32):
+    launch = compiler.launch(product, REFERENCE, dtype, 80, tf32)
+    assert (launch.form.parts, launch.form.blocks) == (2, 2)
+    assert launch.count(COPIES.format(16)) >= 16
+    assert launch.resources["STACK"] == 0
+
+
+@pytest.mark.parametrize(
     ("product", "layer", "programs"),
     [
         ("forward", Layer(250, 64, 64), 4),
@@ -301,6 +348,21 @@ def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, p
 )
 def test_there_are_as_many_programs_as_tiles(compiler, product, layer, programs):
     assert compiler.launch(product, layer, BF16, compiles=False).grid == (programs,)
+
+
+@pytest.mark.parametrize(
+    ("product", "layer", "samples", "slices"),
+    [
+        ("forward", REFERENCE, 16, 1),
+        ("forward", Layer(250, 64, 64, groups=64), 256, 1),
+        ("input gradient", Layer(17, 64, 64), 16, 1),
+        ("value gradient", REFERENCE, 256, 8),
+        ("value gradient", Layer(250, 64, 64, groups=64), 256, 1),
+    ],
+)
+def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, layer, samples, slices):
+    launch = compiler.launch(product, layer, BF16, compiles=False, multiprocessors=132)
+    assert (launch.form.samples, launch.form.slices) == (samples, slices)
 
 
 @pytest.mark.parametrize("arithmetic", ["half", slow("float32"), slow("double")])

@@ -32,7 +32,7 @@ EVERY = CASES | HERE | LARGE
 
 @pytest.fixture(autouse=True)
 def _triton() -> Iterator[None]:
-    with loco_ext.backend("triton"):
+    with loco_ext.backend("triton"), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
@@ -54,16 +54,11 @@ def test_results_are_those_of_a_dense_matrix(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["convolution", "100 channels", "reference layer, small image", "odd groups"])
-def test_tf32_where_it_is_allowed(name):
+def test_tf32_where_convolutions_use_it(name):
     problem = make_problem(EVERY[name], torch.float32)
     operands, pattern = on_gpu(problem, torch.float32)
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    try:
-        settings.fp32_precision = "tf32"
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         found = results(*operands, pattern)
-    finally:
-        settings.fp32_precision = before
     for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
         assert_sum_of_products(actual.cpu(), expected, sizes, TF32)
 
@@ -165,9 +160,27 @@ def test_a_training_step_compiles_into_one_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_computes_in_its_dtype(dtype):
-    problem = make_problem(CASES["convolution"], dtype)
-    (x, values, bias, _), pattern = on_gpu(problem, torch.float32)
+@pytest.mark.parametrize("name", ["convolution", "depthwise", "odd groups", "reference layer, small image"])
+def test_autocast_computes_in_its_dtype_and_keeps_gradients_of_values_in_float32(name, dtype):
+    problem = make_problem(EVERY[name], dtype)
+    (x, values, bias, grad), pattern = on_gpu(problem, torch.float32)
+    operands = [t.requires_grad_() for t in (x, values, bias)]
     with torch.autocast("cuda", dtype):
         y = ops.block_sparse_matmul(x, values, pattern, bias)
     assert same_bits(y, ops.block_sparse_matmul(x.to(dtype), values.to(dtype), pattern, bias.to(dtype)))
+    found = torch.autograd.grad(y, operands, grad.to(dtype))
+    assert [t.dtype for t in found] == [torch.float32] * 3
+    assert_sum_of_products(found[1].cpu(), dense_results(problem)[2], sizes_of_terms(problem)[2])
+
+
+def test_autocast_compiles_into_one_graph():
+    operands, pattern = on_gpu(make_problem(CASES["convolution"], torch.bfloat16), torch.float32)
+    leaves = [t.requires_grad_() for t in operands[:3]]
+    pattern.transpose()
+
+    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return ops.block_sparse_matmul(x, values, pattern, bias).float().sum()
+
+    eager, compiled = (f(*leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")))
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in (eager, compiled)))

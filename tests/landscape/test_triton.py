@@ -6,20 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.ahead_of_time import Driver, Warmed, gpu, resources
 from loco_ext.ops.landscape import laplacian_stencil
 from loco_ext.reference import landscape as reference
 from tests.tolerances import assert_within_ulps
-from tests.triton_runs import (
-    CUDA,
-    Driver,
-    Warmed,
-    gpu,
-    loaded,
-    needs_compiler,
-    needs_triton,
-    resources,
-    saved,
-)
+from tests.triton_runs import CUDA, loaded, needs_compiler, needs_triton, saved
 
 pytestmark = needs_triton
 
@@ -81,7 +72,7 @@ COMPILATIONS = [
 
 @pytest.mark.parametrize(("name", "arch"), COMPILATIONS)
 @pytest.mark.usefixtures("_compiling")
-def test_the_kernels_compile_within_their_budgets(monkeypatch, tmp_path, name, arch):
+def test_the_kernels_compile_within_their_budgets(monkeypatch, name, arch):
     import triton
     from loco_ext.triton_kernels import landscape
 
@@ -94,7 +85,7 @@ def test_the_kernels_compile_within_their_budgets(monkeypatch, tmp_path, name, a
     landscape.landscape_backward(g, weights, slope, grad)
     for kernel, warmed in kernels.items():
         ((_, _, compiled),) = warmed.launches
-        used = resources(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+        used = resources(compiled.asm["cubin"])
         registers, stack = BUDGET[kernel]
         assert used["REG"] <= registers, kernel
         assert used["STACK"] <= stack, kernel

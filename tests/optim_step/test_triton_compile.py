@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.ahead_of_time import gpu
 from tests.covering import slow
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import BLOCK
-from tests.triton_runs import CUDA, count, gpu, needs_compiler, vectors
+from tests.triton_runs import CUDA, count, needs_compiler, vectors
 
 pytestmark = needs_compiler
 

@@ -1,0 +1,83 @@
+"""Triton kernels compiled ahead of time, for GPUs that this machine need not have.
+
+A launcher is called as usual, with a :class:`Warmed` kernel in the place of its own and a :class:`Driver` in that of
+the GPU's; instead of a launch, the kernel is compiled for the arguments that it received.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def gpu(backend: str, arch: int | str) -> Any:
+    """Return the target: backend "cuda" or "hip"."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+
+
+@dataclass
+class Driver:
+    """Stand-in for a GPU's driver."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+@dataclass
+class Warmed:
+    """Stand-in for a kernel that compiles it instead of running it, or only records its launches."""
+
+    kernel: Any
+    compiles: bool = True
+    launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            compiled = self.kernel.warmup(*arguments, grid=grid, **options) if self.compiles else None
+            self.launches.append((grid, options, compiled))
+
+        return launch
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return the number of registers and the bytes of stack, which holds spilled registers."""
+    said = _cuobjdump(cubin, "-res-usage")
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """Return the address and the text of each machine instruction, in order of addresses."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _cuobjdump(cubin, "-sass"))
+    return [(int(address, 16), text) for address, text in found]
+
+
+def main_loop(code: list[tuple[int, str]]) -> list[str]:
+    """Return the instructions of the longest loop that does not leave the kernel; [] if there is none."""
+    loops = []
+    for end, text in code:
+        branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", text)
+        if branch is not None and (begin := int(branch[1], 16)) < end:
+            loops.append([one for at, one in code if begin <= at <= end])
+    return max((loop for loop in loops if not any("EXIT" in one for one in loop)), key=len, default=[])
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,57 @@
+"""Estimates of block_sparse's kernels: what is read from compiled code, and the work that follows from a launch."""
+
+import json
+
+import torch
+
+from bench import ahead_of_time, estimate_block_sparse, generated, tables
+from bench.block_sparse_peers import Layer
+from loco_ext.geometry import BlockPattern
+from tests.triton_runs import needs_compiler
+
+pytestmark = needs_compiler
+
+SASS = [
+    (0x00, "MOV R1, c[0x0][0x28]"),
+    (0x10, "LDGSTS.E.BYPASS.128 [R2], [R4.64]"),
+    (0x20, "@!P0 BRA 0x60"),
+    (0x30, "HMMA.16816.F32.BF16 R4, R8, R12, R4"),
+    (0x40, "@P1 BRA 0x30"),
+    (0x50, "@P2 BRA P3, 0x10"),
+    (0x60, "EXIT"),
+    (0x70, "BRA 0x00"),
+]
+
+
+def test_the_main_loop_is_the_longest_that_stays_in_the_kernel():
+    assert ahead_of_time.main_loop(SASS) == [text for address, text in SASS if 0x10 <= address <= 0x50]
+    assert ahead_of_time.main_loop(SASS[:3]) == []
+
+
+def test_a_floor_is_each_tensor_once():
+    layer = Layer(64, 64, 32, 3)
+    values = BlockPattern.from_conv((32, 32), 3, padding=1).nnz * 64 * 64
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        products = estimate_block_sparse.calls(layer, 250, torch.bfloat16, dtype)
+        assert [call.floor() for _, call, _ in products] == [2 * 2 * 250 * 1024 * 64 + size * values] * 3
+
+
+def test_estimates_are_written_and_shown_beside_former_ones(tmp_path, monkeypatch):
+    monkeypatch.setitem(estimate_block_sparse.LAYERS, estimate_block_sparse.REFERENCE, Layer(16, 16, 3, 3))
+    options = ["--layers", estimate_block_sparse.REFERENCE, "--arithmetic", "bfloat16", "--gpus", "90", "--out"]
+    first, second = tmp_path / "first.json", tmp_path / "block_sparse_estimate-second.json"
+    assert estimate_block_sparse.main([*options, str(first)]) == 0
+    report = json.loads(first.read_text())
+    report["results"][0]["registers"] = 250
+    first.write_text(json.dumps(report))
+    assert estimate_block_sparse.main([*options, str(second), "--before", str(first)]) == 0
+    records = json.loads(second.read_text())["results"]
+    assert len(records) == 6
+    for record in records:
+        assert record["estimate"] == max(record["seconds"].values()) >= record["seconds"]["HBM"] > 0
+        assert record["l2_bytes"] >= record["floor_bytes"]
+        assert 0 < record["registers"] <= 255
+        assert record["loop_instructions"] > 20
+    text = generated.section("block_sparse_estimate", tables.RENDERERS, tmp_path)
+    assert "no GPU has been measured" in text
+    assert f"| 250 → {records[0]['registers']} |" in text
