@@ -162,7 +162,7 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
 }
 
-// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
+// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that FilterSolver
 // supports.
 void Gather::read_penalty(size_t index, int64_t which) {
   const auto penalties = static_cast<int64_t>(penalties_.size());

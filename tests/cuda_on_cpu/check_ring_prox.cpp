@@ -199,7 +199,7 @@ bool check(Random& random, const Case& c, Digest& digest) {
 
   Shape walked = shape;
   walked.channels_fastest = false;
-  KernelSolver<T> solver(walked);
+  FilterSolver<T> solver(walked);
   for (int64_t o = 0; o < c.filters; ++o) {
     const std::vector<T> weights = contiguous<T>(u, o, shape), metric = contiguous<T>(d, o, shape);
     std::vector<T> expected(weights.size());
