@@ -146,7 +146,7 @@ def paths(arms: Record) -> Table:
         (path,) = arms[name]["paths"]
         rows += [[path["path"], f"{point['strength']:.2g}", *left(point, path)] for point in path["points"]]
     title = "From the strength that leaves nothing, found by trial, down: each from the dense network, or from the last"
-    return Table(title, ["start", "strength", "kernels left", "MACs", "test error"], rows)
+    return Table(title, ["start", "strength", "filters left", "MACs", "test error"], rows)
 
 
 def norms(arms: Record) -> Table:
@@ -162,9 +162,9 @@ def norms(arms: Record) -> Table:
             rows.append([kind, f"{point['strength']:g}", *cells, *left(point, path)])
     title = (
         "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
-        "epochs, no refit. Norms are means over the kernels left, of weights and of weights times the scale behind them"
+        "epochs, no refit. Norms are means over the filters left, of weights and of weights times the scale behind them"
     )
-    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "MACs", "test error"]
+    headers = ["batch norm", "strength", "norm", "norm times scale", "filters left", "MACs", "test error"]
     return Table(title, headers, rows)
 
 
@@ -183,7 +183,7 @@ def trained_cifar10(report: Record) -> list[Table]:
         f"{settings['dense_epochs']} epochs dense and one for each strength, one thread: milliseconds for {batch} "
         "images of the network as it is, and compacted; test error in percent"
     )
-    headers = ["network", "strength", "kernels left", "MACs", "test error", "ms", "compacted", "times faster"]
+    headers = ["network", "strength", "filters left", "MACs", "test error", "ms", "compacted", "times faster"]
     return [Table(title, headers, rows)]
 
 

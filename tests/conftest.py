@@ -72,12 +72,17 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[Non
         yield
 
 
-@pytest.fixture(params=["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
+@pytest.fixture(params=optim_step_cases.KERNELS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too."""
+    """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too.
+
+    Tests that ask for it run with the Triton kernels in Triton's interpreter as well.
+    """
     if request.param in ("cuda", "triton"):
         backend = "native" if request.param == "cuda" else "triton"
-        monkeypatch.setattr(optim_step_cases, "GPU", optim_step_cases.Gpu("cuda", backend))
+        monkeypatch.setattr(optim_step_cases, "ELSEWHERE", optim_step_cases.Gpu("cuda", backend))
+    if request.param == "interpreter":
+        monkeypatch.setattr(optim_step_cases, "ELSEWHERE", request.getfixturevalue("interpreter"))
     if request.param == "cuda_on_cpu":
         operators.use(monkeypatch, request.getfixturevalue("compiled"))
     with loco_ext.backend("native"):

@@ -64,9 +64,9 @@ struct Cuda {
   static void check_kernels(const TensorStep& t, size_t index) {
     if (t.penalty == nullptr) return;
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
-    STD_TORCH_CHECK(t.kernels <= most && t.numel / t.kernels <= most, "params[", index,
-                    "]: expected at most 2^31 - 1 kernels and as many weights in each where there is a penalty, got ",
-                    t.kernels, " of ", t.numel / t.kernels);
+    STD_TORCH_CHECK(t.filters <= most && t.numel / t.filters <= most, "params[", index,
+                    "]: expected at most 2^31 - 1 filters and as many weights in each where there is a penalty, got ",
+                    t.filters, " of ", t.numel / t.filters);
   }
 
   static void check_capture(bool capturing, const StepArgs& a) {

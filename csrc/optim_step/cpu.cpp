@@ -54,7 +54,7 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
       add(std::min_element(cost.begin(), cost.end()) - cost.begin(), t, 0, numel);
       continue;
     }
-    const int64_t granule = tensors[t].penalty ? numel / tensors[t].kernels : kSplitGranularity;
+    const int64_t granule = tensors[t].penalty ? numel / tensors[t].filters : kSplitGranularity;
     const int64_t granules = (numel + granule - 1) / granule;
     const int64_t slice = (granules + shares - 1) / shares * granule;
     for (int64_t k = 0; k < shares; ++k) add(k, t, std::min(numel, k * slice), std::min(numel, (k + 1) * slice));
@@ -134,7 +134,7 @@ class Step {
   template <typename T>
   void run(const Segment& segment) const {
     const Job<Rule>& job = jobs_[segment.tensor];
-    if (job.tensor->penalty && job.lr != 0) return run_kernels<T>(job, segment.begin, segment.end);
+    if (job.tensor->penalty && job.lr != 0) return step_filters<T>(job, segment.begin, segment.end);
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
@@ -142,9 +142,9 @@ class Step {
   // that are not flat are copied to a buffer in the compute dtype meanwhile, so that they are rounded once, after the
   // prox.
   template <typename T>
-  void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
+  void step_filters(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
-    const int64_t numel = t.numel / t.kernels;
+    const int64_t numel = t.numel / t.filters;
     TensorStep filter_tensor = t;
     Job<Rule> filter_job = job;
     filter_job.tensor = &filter_tensor;

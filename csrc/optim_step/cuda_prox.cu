@@ -29,45 +29,45 @@ constexpr int64_t kSlots = 304;  // least number of blocks that the largest GPUs
 // Steps the launch's filters. on_chip: they fit in shared memory.
 template <class Rule, typename T, bool on_chip>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
-    step_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
+    step_filters(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
   __shared__ ring_prox::Scratch scratch;
   __shared__ std::conditional_t<Rule::has_metric, ring_prox::L2InMetric, ring_prox::L2> solver;
   __shared__ double plain[kMaxRings], squared[kMaxRings];
   __shared__ T coefficients[kCachedWithProx];
   LOCO_SHARED(memory);
   if (!LOCO_MISTAKE(step_prox_found_inf) && is_set(p.found_inf)) return;
-  for (int64_t k = blockIdx.x; k < q.kernels; k += gridDim.x) {
+  for (int64_t k = blockIdx.x; k < q.filters; k += gridDim.x) {
     const Chunk* const chunks = p.chunks + q.first_chunk;
     const Chunk chunk = chunks[q.find(chunks, k)];
     const Prox& prox = q.proxes[p.entries[chunk.entry].prox];
     const Rings rings = q.rings(prox);
-    const Task<Rule, T> task(p, chunk.entry, (k - (LOCO_MISTAKE(step_prox_kernel) ? 0 : chunk.index)) * rings.numel());
+    const Task<Rule, T> task(p, chunk.entry, (k - (LOCO_MISTAKE(step_prox_filter) ? 0 : chunk.index)) * rings.numel());
     T* const weights = reinterpret_cast<T*>(on_chip ? memory : q.slots + blockIdx.x * q.slot_bytes);
-    const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
+    const Ordered<T, on_chip> filter{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
     __syncthreads();  // all threads have written the previous filter
     // A task of its own: what only the update reads takes no registers while the block solves.
-    update_kernel(Task<Rule, T>(p, chunk.entry, task.begin), kernel, coefficients);
+    update_filter(Task<Rule, T>(p, chunk.entry, task.begin), filter, coefficients);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
-    ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
+    ring_prox::Sums<T, Ordered<T, on_chip>> sums(filter, rings.count, scratch);
     solver.solve(sums, thresholds);
-    write_kernel(task, rings, [&](const Walk& walk) {
+    write_filter(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
-      return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());
+      return solver.shrunk(filter.weight(i), filter.metric(i), walk.ring());
     });
   }
 }
 
 // Returns how many blocks a launch has.
-int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.kernels : std::min(work.kernels, kSlots); }
+int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.filters : std::min(work.filters, kSlots); }
 
 template <class Rule, typename T>
 void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
   const auto blocks = static_cast<unsigned>(blocks_of(work)), bytes = static_cast<unsigned>(work.bytes);
   if (work.on_chip) {
-    LOCO_LAUNCH_SHARED((step_kernels<Rule, T, true>), blocks, work.threads, bytes, stream, p, q);
+    LOCO_LAUNCH_SHARED((step_filters<Rule, T, true>), blocks, work.threads, bytes, stream, p, q);
   } else {
-    LOCO_LAUNCH((step_kernels<Rule, T, false>), blocks, work.threads, stream, p, q);
+    LOCO_LAUNCH((step_filters<Rule, T, false>), blocks, work.threads, stream, p, q);
   }
 }
 
@@ -91,7 +91,7 @@ void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned ch
   q.thresholds = reinterpret_cast<const double*>(call.memory + t.thresholds);
   q.slots = memory;
   for (const ProxWork& work : t.prox_works) {
-    q.first_chunk = work.first, q.chunks = work.count, q.kernels = work.kernels, q.slot_bytes = work.bytes;
+    q.first_chunk = work.first, q.chunks = work.count, q.filters = work.filters, q.slot_bytes = work.bytes;
     work.is_double ? launch<Rule, double>(p, q, work, call.stream) : launch<Rule, float>(p, q, work, call.stream);
   }
 }

@@ -162,7 +162,7 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
 }
 
-// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
+// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that FilterSolver
 // supports.
 void Gather::read_penalty(size_t index, int64_t which) {
   const auto penalties = static_cast<int64_t>(penalties_.size());
@@ -173,7 +173,7 @@ void Gather::read_penalty(size_t index, int64_t which) {
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
   STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
-                  "] to have kernels of ", penalty.taps(), " taps, got shape ", text(view));
+                  "] to have filters of ", penalty.taps(), " taps, got shape ", text(view));
   TensorStep& step = steps_[index];
   if (step.numel == 0) return;
   int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
@@ -191,7 +191,7 @@ void Gather::read_penalty(size_t index, int64_t which) {
                   "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
                   shape_text(view.strides, view.ndim));
   step.penalty = &penalty;
-  step.kernels = view.sizes[0];
+  step.filters = view.sizes[0];
   step.channels_fastest = !contiguous;
 }
 

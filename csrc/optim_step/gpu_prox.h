@@ -28,7 +28,7 @@ struct ProxParameters {
   const uint32_t* begins;      // [rings + 1] of each prox, from Prox::begins on
   const double* thresholds;    // [rings] for each of Prox::plain and Prox::squared
   // The launch's chunks, one per entry, and the number of filters of these entries.
-  int64_t first_chunk, chunks, kernels;
+  int64_t first_chunk, chunks, filters;
   unsigned char* slots;  // [blocks, slot_bytes], memory for filters that do not fit in shared memory
   int64_t slot_bytes;
   // Returns which of the launch's chunks its filter k belongs to. of_launch: [chunks].
@@ -57,14 +57,14 @@ LOCO_DEVICE Span span_of(const Entry& entry, int64_t begin, uint32_t count, bool
 // Updates the elements of the span's vectors and puts them in ring order; each thread takes 16 bytes at a time.
 template <class Types, bool stochastic = false, class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
-                                const Ordered<T, on_chip>& kernel) {
+                                const Ordered<T, on_chip>& filter) {
   constexpr int taken = Types::template taken<stochastic>;
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) {
     const uint32_t offset = span.head + k * Types::width;
-    Walk walk(kernel.rings, offset);
+    Walk walk(filter.rings, offset);
     const auto keep = [&](const T(&w)[taken], const T(&metric)[taken], const uint32_t*) {
 #pragma unroll
-      for (int n = 0; n < taken; ++n) kernel.put(walk.place(), w[n], metric[n]), walk.next();
+      for (int n = 0; n < taken; ++n) filter.put(walk.place(), w[n], metric[n]), walk.next();
     };
     step_packed<Types, stochastic>(task, cycle, offset, keep);
   }
@@ -72,35 +72,35 @@ LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle
 
 template <class Types, class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
-                                     const Ordered<T, on_chip>& kernel) {
-  if (task.stochastic()) return update_vectors<Types, true>(task, cycle, span, kernel);
-  update_vectors<Types>(task, cycle, span, kernel);
+                                     const Ordered<T, on_chip>& filter) {
+  if (task.stochastic()) return update_vectors<Types, true>(task, cycle, span, filter);
+  update_vectors<Types>(task, cycle, span, filter);
 }
 
 // Updates all elements of a filter and puts them in ring order. The threads of a block share the work. coefficients:
 // [kCachedWithProx] in shared memory.
 template <class Rule, typename T, bool on_chip>
-LOCO_DEVICE void update_kernel(const Task<Rule, T>& task, const Ordered<T, on_chip>& kernel, T* coefficients) {
+LOCO_DEVICE void update_filter(const Task<Rule, T>& task, const Ordered<T, on_chip>& filter, T* coefficients) {
   const Types types = task.entry.types;
-  const Span span = span_of(task.entry, task.begin, kernel.rings.numel(), types < Types::any);
+  const Span span = span_of(task.entry, task.begin, filter.rings.numel(), types < Types::any);
   const Cycle<T> cycle(task, coefficients, kCachedWithProx);
   if constexpr (sizeof(T) == 8) {
-    update_vectors<VectorTypes<DType::f64, DType::f64>>(task, cycle, span, kernel);
+    update_vectors<VectorTypes<DType::f64, DType::f64>>(task, cycle, span, filter);
   } else if (types == Types::f32) {
-    update_vectors<VectorTypes<DType::f32, DType::f32>>(task, cycle, span, kernel);
+    update_vectors<VectorTypes<DType::f32, DType::f32>>(task, cycle, span, filter);
   } else if (types == Types::bf16) {
-    update_bf16_vectors<VectorTypes<DType::bf16, DType::bf16>>(task, cycle, span, kernel);
+    update_bf16_vectors<VectorTypes<DType::bf16, DType::bf16>>(task, cycle, span, filter);
   } else if (types == Types::f16) {
-    update_vectors<VectorTypes<DType::f16, DType::f16>>(task, cycle, span, kernel);
+    update_vectors<VectorTypes<DType::f16, DType::f16>>(task, cycle, span, filter);
   } else if (types == Types::bf16_f32) {
-    update_bf16_vectors<VectorTypes<DType::bf16, DType::f32>>(task, cycle, span, kernel);
+    update_bf16_vectors<VectorTypes<DType::bf16, DType::f32>>(task, cycle, span, filter);
   } else if (types == Types::f16_f32) {
-    update_vectors<VectorTypes<DType::f16, DType::f32>>(task, cycle, span, kernel);
+    update_vectors<VectorTypes<DType::f16, DType::f32>>(task, cycle, span, filter);
   }
   for (uint32_t k = threadIdx.x; k < span.ends(); k += blockDim.x) {
     const uint32_t offset = span.end(k);
     step_one(task, offset,
-             [&](T w, T metric, int64_t, uint32_t) { kernel.put(Walk(kernel.rings, offset).place(), w, metric); });
+             [&](T w, T metric, int64_t, uint32_t) { filter.put(Walk(filter.rings, offset).place(), w, metric); });
   }
 }
 
@@ -134,7 +134,7 @@ LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, co
 
 // Writes all weights of a filter, rounded to their dtype. at(walk) returns the weight that the walk has reached.
 template <class Rule, typename T, class At>
-LOCO_DEVICE void write_kernel(const Task<Rule, T>& task, const Rings& rings, const At& at) {
+LOCO_DEVICE void write_filter(const Task<Rule, T>& task, const Rings& rings, const At& at) {
   const Entry& e = task.entry;
   const Span span = span_of(e, task.begin, rings.numel(), e.nests[kNestW] == kFlat);
   if constexpr (sizeof(T) == 8) {

@@ -71,7 +71,7 @@ MapLayout layout_of(const Nest& nest) {
 
 ring_prox::Shape shape_of(const TensorStep& t) {
   const ring_prox::Penalty& penalty = *t.penalty;
-  const int64_t channels = t.numel / t.kernels / penalty.taps();
+  const int64_t channels = t.numel / t.filters / penalty.taps();
   return {channels, penalty.taps(), penalty.rings(), penalty.ring_of_tap.data(), t.channels_fastest};
 }
 
@@ -80,7 +80,7 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = shape_of(t);
   const bool is_double = t.w.dtype == DType::f64;
   const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
-  return {is_double, bytes <= ring_prox::kMostStaged, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
+  return {is_double, bytes <= ring_prox::kMostStaged, ring_prox::threads_for(shape), 0, 1, t.filters, bytes};
 }
 
 // Collects the table's sections, then writes them one after another. Maps and proxes that several tensors share
@@ -269,15 +269,15 @@ class Builder {
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
-          works.back().kernels + of_entry.kernels > most) {
+          works.back().filters + of_entry.filters > most) {
         works.push_back(of_entry);
         works.back().first = static_cast<int64_t>(s_.chunks.size());
-        works.back().count = works.back().kernels = 0;
+        works.back().count = works.back().filters = 0;
       }
       ProxWork& work = works.back();
-      s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
+      s_.chunks.push_back({entry, static_cast<int32_t>(work.filters)});
       ++work.count;
-      work.kernels += of_entry.kernels;
+      work.filters += of_entry.filters;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
     }
   }

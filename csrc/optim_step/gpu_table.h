@@ -106,7 +106,7 @@ struct ProxWork {
   bool on_chip;          // shared memory can hold a filter
   unsigned threads;      // per block
   int64_t first, count;  // chunks
-  int64_t kernels;       // filters of all entries
+  int64_t filters;       // filters of all entries
   int64_t bytes;         // the most that a filter takes in shared memory or in a slot of global memory
 };
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "optim_step/tensor_step.h"
-#include "ring_prox/kernel.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::optim_step {
 
@@ -31,12 +31,12 @@ class Shrinkage {
  private:
   static ring_prox::Shape shape(const TensorStep& tensor) {
     const ring_prox::Penalty& penalty = *tensor.penalty;
-    const int64_t channels = tensor.numel / tensor.kernels / penalty.taps();
+    const int64_t channels = tensor.numel / tensor.filters / penalty.taps();
     return {channels, penalty.taps(), penalty.rings(), penalty.ring_of_tap.data(), tensor.channels_fastest};
   }
 
   const ring_prox::Penalty& penalty_;
-  ring_prox::KernelSolver<T> solver_;
+  ring_prox::FilterSolver<T> solver_;
   double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
 };
 

@@ -7,7 +7,7 @@
 
 #include "common/stable.h"
 #include "common/strided.h"
-#include "ring_prox/kernel.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::ring_prox {
 
@@ -43,7 +43,7 @@ struct Reader {
     shape = {view.sizes[1], static_cast<int>(taps), static_cast<int>(count), ring_of_tap.data(), channels_fastest};
   }
 
-  int64_t kernel_count() const { return view.sizes[0]; }
+  int64_t filter_count() const { return view.sizes[0]; }
 
   // Return the view of another tensor, which must be on the weight's device and have its shape.
   View view_like(const Tensor& tensor, const char* name) const {
@@ -61,12 +61,12 @@ struct ThresholdRows {
 };
 
 // place: the device that the thresholds are on.
-inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t kernels,
+inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t filters,
                                      const Place& place = Place::cpu()) {
   const View t = view_of(thresholds, "thresholds", 0, place);
   STD_TORCH_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
                   "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
-  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == kernels, "thresholds: expected ", kernels, " rows, got ", t.sizes[0]);
+  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == filters, "thresholds: expected ", filters, " rows, got ", t.sizes[0]);
   ThresholdRows rows{static_cast<const double*>(t.data), nullptr, t.ndim == 1 ? 0 : t.sizes[1]};
   if (squared) {
     const View q = view_of(*squared, "squared", 0, place);
@@ -81,7 +81,7 @@ inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::option
 inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {
   const bool is_double = reader.view.dtype == DType::f64;
   const auto dtype = is_double ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
-  const int64_t sizes[] = {reader.kernel_count(), reader.shape.rings};
+  const int64_t sizes[] = {reader.filter_count(), reader.shape.rings};
   return torch::stable::new_empty(weight, sizes, dtype);
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 // Return the filters of a tensor. `nest` receives the sizes and strides of one filter; it must outlive the result,
 // which points to it.
-Kernels kernels_of(const View& tensor, const Shape& shape, Nest& nest) {
+Filters filters_of(const View& tensor, const Shape& shape, Nest& nest) {
   int8_t order[kMaxDims];
   int axes = 0;
   if (shape.channels_fastest) order[axes++] = 1;
@@ -31,9 +31,9 @@ Kernels kernels_of(const View& tensor, const Shape& shape, Nest& nest) {
 Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   const Reader reader(weight, rings, count);
   Tensor out = empty_norms(weight, reader);
-  std::vector<double> norms(reader.kernel_count() * count);
+  std::vector<double> norms(reader.filter_count() * count);
   Nest nest;
-  const NormsCall call{reader.kernel_count(), reader.shape, kernels_of(reader.view, reader.shape, nest), norms.data(),
+  const NormsCall call{reader.filter_count(), reader.shape, filters_of(reader.view, reader.shape, nest), norms.data(),
                        parallel_for};
   reader.view.dtype == DType::f64 ? norms_cpu<double>(call) : norms_cpu<float>(call);
   const View to = view_of(out, "out", 0);
@@ -44,20 +44,20 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
 Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
                  std::optional<Tensor> metric, bool linf) {
   const Reader reader(weight, rings, thresholds.size(-1));
-  const ThresholdRows rows = read_thresholds(thresholds, squared, reader.kernel_count());
+  const ThresholdRows rows = read_thresholds(thresholds, squared, reader.filter_count());
   Tensor out = torch::stable::empty_like(weight);
   Nest nests[3];
-  ProxCall call{reader.kernel_count(),
+  ProxCall call{reader.filter_count(),
                 reader.shape,
-                kernels_of(reader.view, reader.shape, nests[0]),
+                filters_of(reader.view, reader.shape, nests[0]),
                 {},
-                kernels_of(view_of(out, "out", 0), reader.shape, nests[1]),
+                filters_of(view_of(out, "out", 0), reader.shape, nests[1]),
                 rows.plain,
                 rows.squared,
                 rows.stride,
                 linf,
                 parallel_for};
-  if (metric) call.metric = kernels_of(reader.view_like(*metric, "metric"), reader.shape, nests[2]);
+  if (metric) call.metric = filters_of(reader.view_like(*metric, "metric"), reader.shape, nests[2]);
   reader.view.dtype == DType::f64 ? prox_cpu<double>(call) : prox_cpu<float>(call);
   return out;
 }

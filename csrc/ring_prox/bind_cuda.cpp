@@ -30,17 +30,17 @@ Placed placed(const View& view) {
 
 CudaCall call_of(const Reader& reader) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
-  STD_TORCH_CHECK(reader.kernel_count() <= most && reader.shape.numel() <= most,
-                  "weight: expected at most 2^31 - 1 kernels and as many weights in each, got shape ",
+  STD_TORCH_CHECK(reader.filter_count() <= most && reader.shape.numel() <= most,
+                  "weight: expected at most 2^31 - 1 filters and as many weights in each, got shape ",
                   shape_text(reader.view.sizes, reader.view.ndim));
-  return {reader.kernel_count(), reader.shape, placed(reader.view)};
+  return {reader.filter_count(), reader.shape, placed(reader.view)};
 }
 
 // Copy the call's table to the weight's GPU and call launch(table, its device copy, stream). The device memory of the
 // copy is released at once: the caching allocator reuses it in stream order, after the kernels.
 template <class Launch>
 void run(const CudaCall& call, const Reader& reader, const Tensor& weight, const Launch& launch) {
-  if (call.kernels == 0) return;
+  if (call.filters == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(reader.place.index);
   void* stream = current_stream(reader.place.index);
   const GpuTable table = build(call);
@@ -69,7 +69,7 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   const Reader reader(weight, rings, thresholds.size(-1));
   const bool on_device = place_of(thresholds).type != Place::cpu().type;
   const ThresholdRows rows =
-      read_thresholds(thresholds, squared, reader.kernel_count(), on_device ? reader.place : Place::cpu());
+      read_thresholds(thresholds, squared, reader.filter_count(), on_device ? reader.place : Place::cpu());
   Tensor out = torch::stable::empty_like(weight);
   CudaCall call = call_of(reader);
   if (metric) call.metric = placed(reader.view_like(*metric, "metric"));

@@ -37,8 +37,8 @@ template <typename T>
 class Copy {
  public:
   // Return the weights of filter o as T, in the order of the nest.
-  const T* load(const Kernels& kernels, int64_t o, int64_t count) {
-    const Operand at = moved(kernels, o);
+  const T* load(const Filters& filters, int64_t o, int64_t count) {
+    const Operand at = moved(filters, o);
     if (in_place<T>(at)) return static_cast<const T*>(at.data);
     values_.resize(count);
     const void* contiguous = at.data;
@@ -52,15 +52,15 @@ class Copy {
   }
 
   // Return where to write filter o; done() then stores it to the tensor if that is a copy.
-  T* place(const Kernels& kernels, int64_t o, int64_t count) {
-    const Operand at = moved(kernels, o);
+  T* place(const Filters& filters, int64_t o, int64_t count) {
+    const Operand at = moved(filters, o);
     if (in_place<T>(at)) return static_cast<T*>(at.data);
     values_.resize(count);
     return values_.data();
   }
 
-  void done(const Kernels& kernels, int64_t o, int64_t count) {
-    const Operand at = moved(kernels, o);
+  void done(const Filters& filters, int64_t o, int64_t count) {
+    const Operand at = moved(filters, o);
     if (in_place<T>(at)) return;
     if (at.flat()) return store(at.dtype, values_.data(), at.data, count);
     raw_.resize(count);
@@ -69,9 +69,9 @@ class Copy {
   }
 
  private:
-  static Operand moved(const Kernels& kernels, int64_t o) {
-    const Operand& operand = kernels.operand;
-    return {element(operand, o * kernels.stride), operand.dtype, operand.nest};
+  static Operand moved(const Filters& filters, int64_t o) {
+    const Operand& operand = filters.operand;
+    return {element(operand, o * filters.stride), operand.dtype, operand.nest};
   }
 
   std::vector<T> values_;
@@ -85,8 +85,8 @@ int64_t grain(const Shape& shape) { return std::max<int64_t>(1, kLeastShare / st
 template <typename T>
 void norms_cpu(const NormsCall& call) {
   const int64_t numel = call.shape.numel();
-  run_parallel(call.parallel_for, call.kernels, grain(call.shape), [&](int64_t begin, int64_t end) {
-    KernelSolver<T> solver(call.shape);
+  run_parallel(call.parallel_for, call.filters, grain(call.shape), [&](int64_t begin, int64_t end) {
+    FilterSolver<T> solver(call.shape);
     Copy<T> weight;
     for (int64_t o = begin; o < end; ++o) {
       solver.norms(weight.load(call.weight, o, numel), call.norms + o * call.shape.rings);
@@ -97,9 +97,9 @@ void norms_cpu(const NormsCall& call) {
 template <typename T>
 void prox_cpu(const ProxCall& call) {
   const int64_t numel = call.shape.numel();
-  const bool large = call.kernels * numel * static_cast<int64_t>(sizeof(T)) >= kLarge;
-  run_parallel(call.parallel_for, call.kernels, grain(call.shape), [&](int64_t begin, int64_t end) {
-    KernelSolver<T> solver(call.shape);
+  const bool large = call.filters * numel * static_cast<int64_t>(sizeof(T)) >= kLarge;
+  run_parallel(call.parallel_for, call.filters, grain(call.shape), [&](int64_t begin, int64_t end) {
+    FilterSolver<T> solver(call.shape);
     Copy<T> weight, metric, out;
     for (int64_t o = begin; o < end; ++o) {
       const T* u = weight.load(call.weight, o, numel);

@@ -6,28 +6,28 @@
 
 #include "common/operand.h"
 #include "common/parallel.h"
-#include "ring_prox/kernel.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::ring_prox {
 
 // The weights of all filters. Filter o lies at `operand` moved by o * stride; the operand's nest describes one filter.
-struct Kernels {
+struct Filters {
   Operand operand;  // data is null if the tensor is absent
   int64_t stride;   // in elements
 };
 
 struct NormsCall {
-  int64_t kernels;
+  int64_t filters;
   Shape shape;
-  Kernels weight;
+  Filters weight;
   double* norms;  // [filters, rings]
   ParallelFor parallel_for;
 };
 
 struct ProxCall {
-  int64_t kernels;
+  int64_t filters;
   Shape shape;
-  Kernels weight, metric, out;
+  Filters weight, metric, out;
   // t and q of math.h, [filters, rings], or [rings] with a stride of 0. `squared` may be null.
   const double *thresholds, *squared;
   int64_t thresholds_stride;

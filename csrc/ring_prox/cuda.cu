@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
 Parameters parameters_of(const CudaCall& call, const GpuTable& table, const unsigned char* memory) {
   const auto weights = [&](const Placed& placed) {
     const bool flat = placed.data && is_flat(placed, call.shape);
-    return Weights{placed.data, placed.kernel_stride, placed.channel_stride, placed.dtype, flat};
+    return Weights{placed.data, placed.filter_stride, placed.channel_stride, placed.dtype, flat};
   };
   const auto doubles = [&](int64_t at) { return reinterpret_cast<const double*>(memory + at); };
   return {weights(call.weight),
@@ -78,7 +78,7 @@ struct Size {
   template <typename T>
   static Size of(const CudaCall& call) {
     const int64_t bytes = call.shape.numel() * static_cast<int64_t>(sizeof(T)) * (call.metric.data ? 2 : 1);
-    return {static_cast<unsigned>(call.kernels), threads_for(call.shape),
+    return {static_cast<unsigned>(call.filters), threads_for(call.shape),
             bytes <= kMostStaged ? static_cast<unsigned>(bytes) : 0};
   }
 };

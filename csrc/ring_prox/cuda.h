@@ -6,23 +6,23 @@
 #include <vector>
 
 #include "common/dtype.h"
-#include "ring_prox/kernel.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::ring_prox {
 
 struct GpuTable;
 
-// A strided tensor [filters, channels, taps]. Filter o, channel c, tap k lies at o * kernel_stride + c * channel_stride
+// A strided tensor [filters, channels, taps]. Filter o, channel c, tap k lies at o * filter_stride + c * channel_stride
 // + tap_offsets[k], in elements.
 struct Placed {
   void* data = nullptr;  // null if the tensor is absent
   DType dtype = DType::f32;
-  int64_t kernel_stride = 0, channel_stride = 0;
+  int64_t filter_stride = 0, channel_stride = 0;
   std::vector<int64_t> tap_offsets = {};
 };
 
 struct CudaCall {
-  int64_t kernels;
+  int64_t filters;
   Shape shape;  // of fewer than 2^31 weights
   Placed weight;
   Placed metric = {}, out = {};

@@ -12,7 +12,7 @@ namespace loco::ring_prox {
 
 struct Weights {
   void* data;  // null if the tensor is absent
-  int64_t kernel_stride, channel_stride;
+  int64_t filter_stride, channel_stride;
   DType dtype;
   bool flat;
 };
@@ -113,7 +113,7 @@ class Kernel {
   // Return the first weight of the block's filter.
   static LOCO_DEVICE void* of_block(const Weights& weights) {
     return static_cast<char*>(weights.data) +
-           blockIdx.x * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.kernel_stride) * element_size(weights.dtype);
+           blockIdx.x * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.filter_stride) * element_size(weights.dtype);
   }
 
   LOCO_DEVICE int64_t offset(const Weights& weights, OperandOf which, uint32_t tap, uint32_t channel) const {

@@ -87,7 +87,7 @@ def print_shrunk(shrunk: Shrunk) -> None:
     layers = [
         [
             layer.name,
-            f"{layer.kernels_before} -> {layer.kernels_after}",
+            f"{layer.filters_before} -> {layer.filters_after}",
             ", ".join(f"{count} of {size}" for size, count in layer.sizes.items() if size != "0"),
             f"{layer.channels_before} -> {layer.channels_after}",
             f"{layer.macs_before:,} -> {layer.macs_after:,}",

@@ -19,21 +19,21 @@ Series = dict[str, list[Record]]  # points of one method, by label of their line
 
 def save(record: Record, out: Path) -> None:
     """Write ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
-    for name, figure in kernels(record):
+    for name, figure in filters_left(record):
         write(figure, out / f"{name}.png")
     write(errors({"": by_tau(record)}, record["paths"][0]["macs"]), out / "errors.png")
 
 
-def kernels(record: Record) -> Iterator[tuple[str, Figure]]:
+def filters_left(record: Record) -> Iterator[tuple[str, Figure]]:
     """Yield ``widths`` and ``sizes`` with their figures, which show the points of the largest tau, if any."""
     if points := with_largest_tau(record):
         tau = f", tau = {points[0]['tau']:g}" if points[0]["tau"] > 0 else ""
-        yield "widths", widths(points, f"Kernels left by layer and strength{tau}")
-        yield "sizes", sizes(points, f"Kernels of each size by layer and strength{tau}")
+        yield "widths", widths(points, f"Filters left by layer and strength{tau}")
+        yield "sizes", sizes(points, f"Filters of each size by layer and strength{tau}")
 
 
 def with_largest_tau(record: Record) -> list[Record]:
-    """Return the points with a penalty whose kernels are drawn; there are none of narrower networks."""
+    """Return the points with a penalty whose filters are counted; there are none of narrower networks."""
     points = [point for point in record["paths"][0]["points"] if point["strength"] > 0]
     if record["settings"]["method"] == "width" or not points:
         return []
@@ -57,18 +57,18 @@ def error(point: Record) -> float:
 
 
 def widths(points: list[Record], title: str) -> Figure:
-    """Draw figure 1: the number of kernels left in each layer as the height of an area, one area for each strength."""
+    """Draw figure 1: the number of filters left in each layer as the height of an area, one area for each strength."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     envelope = [sum(counts) for counts in points[0]["kernels"].values()]
     areas = {point["strength"]: [sum(counts[1:]) for counts in point["kernels"].values()] for point in points}
     _draw_areas(figure, axes, areas, envelope)
-    axes.set(title=title, xlabel="convolution", ylabel="kernels left")
+    axes.set(title=title, xlabel="convolution", ylabel="filters left")
     return figure
 
 
 def sizes(points: list[Record], title: str) -> Figure:
-    """Draw figure 3: the number of kernels of one size in each layer, one panel for each size."""
+    """Draw figure 3: the number of filters of one size in each layer, one panel for each size."""
     count = max(len(counts) for point in points for counts in point["kernels"].values())
     figure = Figure(figsize=(3.4 * count, 3.6), layout="constrained")
     figure.suptitle(title)

@@ -277,7 +277,7 @@ def filter_norms(model: nn.Module) -> dict[str, float]:
 def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
-    headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "kernels", "ms"]
+    headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "filters", "ms"]
     cells = []
     for path in record["paths"]:
         for point in path["points"]:

@@ -49,7 +49,7 @@ def toy_data() -> tuple[Tensor, Tensor]:
     return x, (torch.sin(4 * x[:, 0]) / 2 < x[:, 1]).long()
 
 
-def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str, steps: int) -> nn.Module:
+def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str) -> nn.Module:
     """Return a trained network of the plane."""
     x, y = toy_data()
     with torch.random.fork_rng(devices=[]):
@@ -58,8 +58,8 @@ def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str, 
         layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
         model = nn.Sequential(*layers, nn.Linear(TOY_UNITS, 2))
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
-    with progress_bar(steps, label, unit="step") as bar:
-        for _ in range(steps):
+    with progress_bar(TOY_STEPS, label, unit="step") as bar:
+        for _ in range(TOY_STEPS):
             value = cross_entropy(model(x), y)
             if loss is not None:
                 value = value + loss(model, x)
@@ -70,12 +70,12 @@ def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str, 
     return model
 
 
-def save_toy(path: Path, steps: int = TOY_STEPS) -> None:
+def save_toy(path: Path) -> None:
     """Draw the linear regions of three networks of the plane, with the largest circles around the training points."""
     losses = {"vanilla": None, "margin loss": MarginLoss(0.2), "ROLL": ROLL(0.1, 5.0)}
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     for axes, (name, loss) in zip(figure.subplots(1, 3), losses.items(), strict=True):
-        draw_regions(axes, toy_network(loss, f"toy, {name}", steps), name)
+        draw_regions(axes, toy_network(loss, f"toy, {name}"), name)
     write(figure, path)
 
 

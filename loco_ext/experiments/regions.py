@@ -1,4 +1,4 @@
-"""How much ROLL widens linear regions: fully connected networks trained with and without it, over a grid of settings.
+"""Measure how much ROLL widens linear regions: fully connected networks with and without it, over a grid of settings.
 
     settings.json    the settings, commit and versions
     runs/            one file for each network: its settings, test accuracy and radii, or that it has diverged
@@ -295,11 +295,11 @@ def _mean(values: list[float | None]) -> Record:
     return dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
 
 
-def best(arms: list[Record], p: str = "2") -> Record | None:
-    """Return the setting of the largest mean ratio among those that lose fewer than 0.5 points of accuracy, if any."""
-    measured = [arm for arm in arms if arm["ratio"][p]["mean"] is not None]
+def best(arms: list[Record]) -> Record | None:
+    """Return the setting of the largest mean ratio in l2, if any loses fewer than 0.5 points of accuracy."""
+    measured = [arm for arm in arms if arm["ratio"]["2"]["mean"] is not None]
     within = [arm for arm in measured if arm["points_lost"]["mean"] < MOST_POINTS_LOST]
-    return max(within, key=lambda arm: arm["ratio"][p]["mean"], default=None)
+    return max(within, key=lambda arm: arm["ratio"]["2"]["mean"], default=None)
 
 
 def rows(record: Record) -> tuple[list[str], list[list[str]]]:

@@ -34,7 +34,7 @@ from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing, write_json
-from loco_ext.sparsity import zero_dead_kernels
+from loco_ext.sparsity import zero_dead_filters
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -117,7 +117,7 @@ def run(
         options |= {"budget": budget, "teacher": taught}
         train(model, optimizer, data, settings, processes, after_epoch=save, **options)
         if settings.folded:
-            zero_dead_kernels(model)
+            zero_dead_filters(model)
         if processes.first:
             _write_metrics(out, history)
             save_weights(out / "model.safetensors", model.state_dict())

@@ -46,7 +46,7 @@ KEPT = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """How small a network becomes, and how it is trained on; exactly one of the budgets is given."""
+    """Settings that say how small a network becomes and how it is trained on; exactly one budget is given."""
 
     macs: Annotated[
         float | None, Option(metavar="SHARE", help="Share of the network's multiply-accumulates that may stay.")

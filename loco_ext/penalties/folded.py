@@ -34,7 +34,7 @@ class FoldedPenalty(Penalty):
     evaluation mode; otherwise sigma also depends on the direction of ``k``, which the penalty ignores.
 
     Rings that vanish are zeros in ``k``. A filter that vanishes is a zero in gamma; its ``k`` keeps its direction, so
-    that the filter can come back when the loss requires it. (:func:`zero_dead_kernels` clears ``k`` after training.)
+    that the filter can come back when the loss requires it. (:func:`zero_dead_filters` clears ``k`` after training.)
 
     The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight; the norm's weight must be a
     parameter of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a

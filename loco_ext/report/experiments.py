@@ -42,16 +42,16 @@ def section(run: Run) -> Section:
 
 def _plot(run: Run, name: str, figure: Figure) -> Plot:
     title, alt = EXPERIMENTS[run.command].shown[name]
-    return plot(title, alt, figure, _kernels(run.content) if run.command == "frontier" else None)
+    return plot(title, alt, figure, _sizes(run.content) if run.command == "frontier" else None)
 
 
-def _kernels(record: Record) -> list[Table]:
-    """Return the numbers of kernels of each size that the figures of a frontier show."""
+def _sizes(record: Record) -> list[Table]:
+    """Return the numbers of filters of each size that the figures of a frontier show."""
     tables = []
     for point in figures.with_largest_tau(record):
         count = max(map(len, point["kernels"].values()))
         rows = [[name, *(str(n) for n in counts)] for name, counts in point["kernels"].items()]
-        caption = f"strength {point['strength']:.3g}, kernels by size"
+        caption = f"strength {point['strength']:.3g}, filters by size"
         tables.append(Table(["layer", *map(str, range(count))], rows, caption))
     return tables
 
@@ -80,10 +80,10 @@ def _radii(record: Record) -> Iterator[tuple[str, Figure]]:
 EXPERIMENTS = {
     "frontier": _Experiment(
         "Frontier",
-        figures.kernels,
+        figures.filters_left,
         {
-            "widths": ("Kernels left", "Number of kernels left in each layer, one area for each strength"),
-            "sizes": ("Sizes of kernels", "Number of kernels of each size in each layer, one panel for each size"),
+            "widths": ("Filters left", "Number of filters left in each layer, one area for each strength"),
+            "sizes": ("Sizes of filters", "Number of filters of each size in each layer, one panel for each size"),
         },
         frontier.rows,
     ),

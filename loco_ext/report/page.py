@@ -33,14 +33,14 @@ def write(path: Path, runs: list[Run], problems: list[str]) -> list[str]:
         OSError: the file cannot be written.
     """
     problems, drawn, sections = list(problems), [], []
-    kernels = Section("Kernels", "Each filter is drawn from its least to its largest weight.")
+    filters = Section("Filters", "Each filter is drawn from its least to its largest weight.")
     with progress_bar(len(runs), "report", unit="run") as bar:
         for run in runs:
             try:
                 if run.command in experiments.EXPERIMENTS:
                     sections.append(experiments.section(run))
                 else:
-                    kernels.plots.extend(training.kernels(run))
+                    filters.plots.extend(training.filters(run))
             except RunError as error:
                 problems.append(str(error))
             except MALFORMED as error:
@@ -51,7 +51,7 @@ def write(path: Path, runs: list[Run], problems: list[str]) -> list[str]:
             bar.update()
     if not drawn:
         raise RunError(problems[-1])
-    together = [kernels] if kernels.plots else []
+    together = [filters] if filters.plots else []
     if any(run.epochs for run in drawn):
         together.insert(0, training.learning_curves(drawn))
     if frontiers := [run for run in drawn if run.command == "frontier"]:

@@ -94,7 +94,7 @@ class _Facts:
 
 
 class _Kind(NamedTuple):
-    """How the runs of a command are recognised and read."""
+    """Names the files by which the runs of a command are recognised, and the function that reads them."""
 
     files: tuple[str, ...]
     read: Callable[[Path], _Facts]

@@ -112,7 +112,7 @@ def _values(run: Run, name: str) -> list[float]:
     return [math.nan if epoch[name] is None else epoch[name] for epoch in run.epochs]
 
 
-def kernels(run: Run) -> list[Plot]:
+def filters(run: Run) -> list[Plot]:
     """Draw the filters of a network's first layer, and how many of each layer's have which size if some are smaller.
 
     Commands that write no weights have other pictures: ``shrink`` and ``compact`` the sizes alone, ``analyze`` and

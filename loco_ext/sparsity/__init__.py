@@ -1,5 +1,7 @@
 """Structured sparsity: penalties on nested rings of a kernel, their exact prox, and compaction of the result."""
 
+from typing import Any
+
 from loco_ext.penalties import (
     FoldedPenalty,
     KernelPenalty,
@@ -19,7 +21,8 @@ from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.complexity import ComplexityPenalty, complexity_penalties
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
-from loco_ext.sparsity.folded_norms import folded_penalties, zero_dead_kernels
+from loco_ext.sparsity.folded_norms import folded_penalties, zero_dead_filters
+from loco_ext.sparsity.former_names import present_name
 from loco_ext.sparsity.frontier import Frontier, FrontierPoint, frontier
 from loco_ext.sparsity.vocabulary import ModelFileError
 
@@ -50,5 +53,11 @@ __all__ = [
     "ring_prox",
     "save",
     "shrink_to",
-    "zero_dead_kernels",
+    "zero_dead_filters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "zero_dead_kernels":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[present_name(name)]

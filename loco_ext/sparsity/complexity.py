@@ -20,6 +20,7 @@ from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.penalty_checks import check_convolution, check_metric
 from loco_ext.sparsity.folded_norms import convolution_of
+from loco_ext.sparsity.former_names import FormerNames
 
 _LARGEST = torch.finfo(torch.float64).max
 
@@ -83,7 +84,7 @@ def complexity_penalties(
 
 
 @dataclass(frozen=True)
-class ComplexityPenalty(Penalty):
+class ComplexityPenalty(FormerNames, Penalty):
     """Eq. 34 as a function of one layer's weight, all other layers being fixed:
 
     ``a sum_j s'_ij^2 + sum_j b_j ||k_ij||``,
@@ -119,7 +120,7 @@ class ComplexityPenalty(Penalty):
         >>> for conv, value in zip(model, (2.0, 3.0)):
         ...     _ = nn.init.constant_(conv.weight, value)
         >>> penalty = sparsity.complexity_penalties(model, (torch.ones(1, 1, 4, 4).double(),), 0.01)["0"]
-        >>> penalty.strength, [round(b, 2) for b in penalty.kernel_strengths.tolist()]  # 16 * 1; 16 * (9 + 9)
+        >>> penalty.strength, [round(b, 2) for b in penalty.filter_strengths.tolist()]  # 16 * 1; 16 * (9 + 9)
         (0.16, [2.88, 2.88])
     """
 
@@ -134,7 +135,7 @@ class ComplexityPenalty(Penalty):
         return self.network.measure(self.rings)[self.layer][0]
 
     @property
-    def kernel_strengths(self) -> Tensor:
+    def filter_strengths(self) -> Tensor:
         """The factors ``b``: float64 ``(C_out,)`` on the CPU."""
         return self.network.measure(self.rings)[self.layer][1]
 

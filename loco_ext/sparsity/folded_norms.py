@@ -54,7 +54,7 @@ def folded_penalties(model: nn.Module, penalty: GroupPenalty) -> dict[str, Group
 
 
 @torch.no_grad()
-def zero_dead_kernels(model: nn.Module) -> int:
+def zero_dead_filters(model: nn.Module) -> int:
     """Set to zero, in place, each filter that the batch norm behind its convolution multiplies by zero.
 
     A :class:`FoldedPenalty` removes a filter by a zero in the norm's weight and keeps the filter's direction, so that
@@ -77,7 +77,7 @@ def zero_dead_kernels(model: nn.Module) -> int:
         >>> from loco_ext import sparsity
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 5, bias=False), torch.nn.BatchNorm2d(4))
         >>> model[1].weight.data[:3] = 0.0
-        >>> sparsity.zero_dead_kernels(model), sparsity.kernel_sizes(model[0].weight)
+        >>> sparsity.zero_dead_filters(model), sparsity.kernel_sizes(model[0].weight)
         (3, tensor([0, 0, 0, 5]))
     """
     dead = {

@@ -1,23 +1,33 @@
-"""Former names of counts of MACs, which keep working in this version."""
+"""Former names, which keep working in this version."""
 
 import warnings
 from typing import Any
 
-FORMER, NAME = "multiply_adds", "macs"
+PRESENT_NAMES = {
+    "multiply_adds": "macs",
+    "multiply_adds_before": "macs_before",
+    "multiply_adds_after": "macs_after",
+    "multiply_adds_executed": "macs_executed",
+    "kernels_before": "filters_before",
+    "kernels_after": "filters_after",
+    "identity_kernels": "identity_filters",
+    "kernel_strengths": "filter_strengths",
+    "zero_dead_kernels": "zero_dead_filters",
+}
 
 
 class FormerNames:
-    """Base class of reports whose attributes ``macs...`` can be read as ``multiply_adds...`` with a warning."""
+    """Base class of objects whose attributes can be read by their former names with a warning."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith(FORMER):
+        if name not in PRESENT_NAMES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self, present_name(name))
 
 
 def present_name(name: str) -> str:
-    """Return the name with ``macs`` in place of ``multiply_adds``; warn the caller's caller of a former name."""
-    present = name.replace(FORMER, NAME)
+    """Return the present name of what may be called by a former one, of which the caller's caller is warned."""
+    present = PRESENT_NAMES.get(name, name)
     if present != name:
         text = f"{name}: this is called {present}; the former name will go"
         warnings.warn(text, DeprecationWarning, stacklevel=3)

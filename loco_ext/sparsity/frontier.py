@@ -22,8 +22,8 @@ from loco_ext.output import json_text, replacing
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
-from loco_ext.sparsity.folded_norms import zero_dead_kernels
-from loco_ext.sparsity.former_names import FORMER, NAME, FormerNames
+from loco_ext.sparsity.folded_norms import zero_dead_filters
+from loco_ext.sparsity.former_names import PRESENT_NAMES, FormerNames
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # doublings or halvings
@@ -49,8 +49,8 @@ class FrontierPoint(FormerNames):
 
     Example:
         >>> from loco_ext import sparsity
-        >>> kernels = {"0": [1, 0, 0, 7]}
-        >>> point = sparsity.FrontierPoint(1e-3, 0.0, {"accuracy": 0.9}, None, 1000, None, None, kernels)
+        >>> filters = {"0": [1, 0, 0, 7]}
+        >>> point = sparsity.FrontierPoint(1e-3, 0.0, {"accuracy": 0.9}, None, 1000, None, None, filters)
         >>> point.metrics["accuracy"]
         0.9
     """
@@ -133,7 +133,7 @@ def frontier(
     Args:
         model: trained without the penalty; it is not changed.
         fit: trains a model in place with a penalty, deterministically: the same call must give the same result. Filters
-            that a batch norm then multiplies by zero count as zero (:func:`zero_dead_kernels`).
+            that a batch norm then multiplies by zero count as zero (:func:`zero_dead_filters`).
         evaluate: returns the metrics of a trained model, such as ``{"accuracy": 0.9}``.
         penalty: its strength is ignored; ``power=1`` if no strengths are given.
         example_inputs: a tensor or a tuple of tensors, as for :func:`compact`.
@@ -270,7 +270,7 @@ def _search(
         def left_nothing() -> dict[str, Any]:
             trained = copy.deepcopy(model)
             fit(trained, replace(penalty, strength=strength))
-            zero_dead_kernels(trained)
+            zero_dead_filters(trained)
             return {"strength": strength, "empty": is_empty(trained)}
 
         found = store.remembered(f"trial-{len(trials):02d}", left_nothing)
@@ -300,9 +300,7 @@ class _Measure:
     ) -> FrontierPoint:
         """Return the point of the model with groups of at most ``tau`` set to zero."""
         record = self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come)))
-        if FORMER in record:
-            record[NAME] = record.pop(FORMER)
-        return FrontierPoint(**record)
+        return FrontierPoint(**{PRESENT_NAMES.get(key, key): value for key, value in record.items()})
 
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copy.deepcopy(model)
@@ -378,7 +376,7 @@ class _Store:
                 raise ValueError(f"folder: {path} does not hold this model's weights: {first_line(error)}") from error
             return model
         fit(model, penalty)
-        zero_dead_kernels(model)
+        zero_dead_filters(model)
         if path is not None:
             save_checkpoint(path, model.state_dict())
         return model

@@ -31,13 +31,13 @@ def network(kind):
     return model.double(), shape
 
 
-def batches(shape, sizes=(5, 2), classes=3):
+def batches(shape):
     return [
         (
             torch.randn(size, *shape, generator=GENERATOR, dtype=torch.float64),
-            torch.randint(classes, (size,), generator=GENERATOR),
+            torch.randint(3, (size,), generator=GENERATOR),
         )
-        for size in sizes
+        for size in (5, 2)
     ]
 
 

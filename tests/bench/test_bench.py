@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import loco_ext
-from bench import bench_optim_step, generated, harness, shapes, summary, tables
+from bench import bench_optim_step, generated, harness, shapes, tables
 from tests.bench import tiny
 
 OPTIONS = {
@@ -68,18 +68,6 @@ def test_the_pages_have_the_committed_results(tmp_path, capsys):
     assert "| many_small |" not in page.read_text()
 
 
-def test_the_summary_shows_the_medians_of_its_case(tmp_path):
-    machine = {"cpu": "Some CPU", "cores": 3, "cpu_capability": "AVX2", "torch": "2.99"}
-    record = {"model": "resnet18", "threads": 1, "amortised": {"ours": 1.5}}
-    record["candidates"] = {"ours": {"median": 9.0}, "plain step": {"median": 0.2}}
-    report = {"machine": machine, "results": [record | {"threads": 2, "amortised": {"ours": 5.0}}, record]}
-    (tmp_path / "landscape-some-cpu.json").write_text(json.dumps(report))
-    rows = [line for line in summary.section(tmp_path).splitlines() if line.startswith("| ")][2:]
-    end = "| 300 | the same without PILCRO | 200 | Some CPU, 3 cores, AVX2, torch 2.99 |"
-    assert len(rows) == 1
-    assert rows[0].endswith(end)
-
-
 @pytest.mark.parametrize("rule", bench_optim_step.RULES)
 def test_candidates_of_a_kind_compute_the_same_step(monkeypatch, rule):
     tiny.make_small(monkeypatch)
@@ -134,5 +122,3 @@ def test_candidates_take_turns_and_ratios_are_of_calls_in_one_round():
     assert {tuple(names) for names in rounds} == {("a", "b"), ("b", "a")}
     assert found.ratio("a", "b") == pytest.approx(1.02)
     assert found["a"].rounds == 40
-    # A median is the mean over the groups' medians, however often each group occurs.
-    assert harness.summarise([[1.0] * 9, [2.0] * 2]).median == 1.5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import bench_optim_step, harness, tables
+from bench import bench_optim_step, harness
 
 TINY = harness.Effort(min_rounds=4, min_seconds=0.0, warmup=1, builds=2)
 
@@ -99,10 +99,3 @@ def test_bandwidth_counts_the_arrays_of_a_step() -> None:
     assert rates["triad"] == {"bytes_per_second": 120.0, "of_triad": 1.0}
     assert rates["copy"] == {"bytes_per_second": 80.0, "of_triad": 80 / 120}
     assert rates["update"] == {"bytes_per_second": 240.0, "of_triad": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0567, "0.0567"), (0.25, "0.250"), (8.4, "8.40"), (68.04, "68.0"), (1234.5, "1234")]
-)
-def test_three_significant_digits(value: float, text: str) -> None:
-    assert tables.significant(value) == text

@@ -19,7 +19,7 @@ OPTIONS = ["--epochs", "1", "--units", "8", "--layers", "2", "--strengths", "0.5
 def small_pictures(monkeypatch):
     for name, value in (("TOY_POINTS", 6), ("TOY_UNITS", 4), ("PIXELS", 20)):
         monkeypatch.setattr(region_pictures, name, value)
-    monkeypatch.setattr(region_pictures.save_toy, "__defaults__", (2,))
+    monkeypatch.setattr(region_pictures, "TOY_STEPS", 2)
 
 
 @pytest.mark.usefixtures("small_pictures")

@@ -127,7 +127,7 @@ def test_a_block_that_adds_nothing_becomes_the_identity() -> None:
     network, report = compacted(model, x)
     same(network, model, x)
     assert sizes_of(network) == [(4, 3, 1, 1), (2, 4, 1, 1)]
-    assert [layer.kernels_after for layer in report.layers] == [4, 0, 0, 2]
+    assert [layer.filters_after for layer in report.layers] == [4, 0, 0, 2]
     assert report.macs_after == 25 * (12 + 8)
 
 
@@ -154,7 +154,7 @@ def test_macs_are_those_of_eq_10() -> None:
     assert report.macs_before == pixels * 4 * 3 * 9
     assert report.macs_after == pixels * 3 * (0 + 4 + 1 + 9)
     assert report.layers[0].sizes == {"3x3": 1, "2x2": 1, "1x1": 1, "0": 1}
-    assert report.layers[0].kernels_after == 3
+    assert report.layers[0].filters_after == 3
 
 
 def test_a_single_layer_is_cropped() -> None:
@@ -171,7 +171,7 @@ def test_identity_kernels_are_counted() -> None:
     weight[0, 1, 1, 1] = weight[1, 0, 0, 0] = 1
     weight[2, :, 1, 1] = 1
     _, report = sparsity.compact(nn.Sequential(conv(weight.double())), torch.randn(1, 2, 5, 5).double())
-    assert report.layers[0].identity_kernels == 1
+    assert report.layers[0].identity_filters == 1
 
 
 def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
@@ -322,10 +322,15 @@ def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
     same(network, model, x)
 
 
-def test_former_names_of_macs_work_with_a_warning() -> None:
+def test_former_names_work_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="multiply_adds: this is called macs"):
         _, report = sparsity.compact(nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
     with pytest.warns(DeprecationWarning, match="multiply_adds_before: this is called macs_before") as warned:
         assert report.layers[0].multiply_adds_before == report.multiply_adds_before == report.macs_before == 162
-    assert {each.filename for each in warned} == {__file__}
+    with pytest.warns(DeprecationWarning, match="kernels_before: this is called filters_before"):
+        assert report.layers[0].kernels_before == 2
+    with pytest.warns(DeprecationWarning, match="zero_dead_kernels: this is called zero_dead_filters") as of_module:
+        assert sparsity.zero_dead_kernels is sparsity.zero_dead_filters
+    assert {each.filename for each in (*warned, *of_module)} == {__file__}
     assert not hasattr(report, "other")
+    assert not hasattr(sparsity, "other")

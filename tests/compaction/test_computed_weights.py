@@ -70,7 +70,7 @@ def test_a_penalty_without_a_minimum_is_an_error_that_names_the_layer(compute):
         lambda: sparsity.folded_penalties(model, PENALTY),
         lambda: sparsity.complexity_penalties(model, (torch.zeros(1, 2, 5, 5),), 0.1),
         lambda: sparsity.max_strength(model, lambda model: model(torch.ones(1, 2, 5, 5)).sum(), PENALTY),
-        lambda: sparsity.zero_dead_kernels(model),
+        lambda: sparsity.zero_dead_filters(model),
     ):
         with pytest.raises(ValueError, match=r"model: expected .* got '0', whose weight .* computes"):
             call()

@@ -33,19 +33,19 @@ struct Free {
 };
 
 // Elements from a random element on behind a 16-byte boundary, with nothing behind them.
-class Memory {
+class Storage {
  public:
-  Memory(Random& random, DType dtype, int64_t elements, bool shifted)
+  Storage(Random& random, DType dtype, int64_t elements, bool shifted)
       : size_(elements * element_size(dtype)), shift_(shifted ? below(random, 8) * element_size(dtype) : 0) {
     void* memory = nullptr;
     if (posix_memalign(&memory, 16, shift_ + size_) != 0) std::abort();
     memory_.reset(static_cast<char*>(memory));
   }
   char* data() const { return memory_.get() + shift_; }
-  void take(const Memory& other) const {
+  void copy_from(const Storage& other) const {
     if (size_ > 0) std::memcpy(data(), other.data(), size_);
   }
-  bool equals(const Memory& other) const { return size_ == 0 || std::memcmp(data(), other.data(), size_) == 0; }
+  bool equals(const Storage& other) const { return size_ == 0 || std::memcmp(data(), other.data(), size_) == 0; }
   int64_t size() const { return size_; }
 
  private:
@@ -53,23 +53,23 @@ class Memory {
   std::unique_ptr<char, Free> memory_;
 };
 
-void fill(Random& random, DType dtype, const Memory& memory, int64_t elements, bool positive, double scale) {
+void fill(Random& random, DType dtype, const Storage& storage, int64_t elements, bool positive, double scale) {
   std::normal_distribution<double> normal;
   for (int64_t i = 0; i < elements; ++i) {
     const double drawn = scale * normal(random), value = positive ? drawn * drawn + 0.1 : drawn;
     const auto single = static_cast<float>(value);
     switch (dtype) {
       case DType::f64:
-        reinterpret_cast<double*>(memory.data())[i] = value;
+        reinterpret_cast<double*>(storage.data())[i] = value;
         break;
       case DType::f32:
-        reinterpret_cast<float*>(memory.data())[i] = single;
+        reinterpret_cast<float*>(storage.data())[i] = single;
         break;
       case DType::bf16:
-        reinterpret_cast<uint16_t*>(memory.data())[i] = float_to_bf16(single);
+        reinterpret_cast<uint16_t*>(storage.data())[i] = float_to_bf16(single);
         break;
       case DType::f16:
-        reinterpret_cast<uint16_t*>(memory.data())[i] = float_to_f16(single);
+        reinterpret_cast<uint16_t*>(storage.data())[i] = float_to_f16(single);
     }
   }
 }
@@ -90,7 +90,7 @@ double get(DType dtype, const char* at) {
 // Two copies of a call's tensors: what the CPU's kernels step, and what the GPU's do.
 struct Twins {
   std::vector<TensorStep> cpu, gpu;
-  std::deque<Memory> cpu_memory, gpu_memory;
+  std::deque<Storage> cpu_storages, gpu_storages;
   std::deque<Nest> nests;
   std::deque<std::vector<double>> maps;
   std::deque<ring_prox::Penalty> penalties;
@@ -126,12 +126,12 @@ void add_operand(Random& random, DType dtype, const Shape& shape, bool positive,
   int64_t elements;
   const Nest* nest = random_nest(random, shape, twins, elements);
   const bool shifted = chance(random, 4);
-  twins.cpu_memory.emplace_back(random, dtype, elements, shifted);
-  twins.gpu_memory.emplace_back(random, dtype, elements, shifted);
-  fill(random, dtype, twins.cpu_memory.back(), elements, positive, scale);
-  twins.gpu_memory.back().take(twins.cpu_memory.back());
-  cpu = {twins.cpu_memory.back().data(), dtype, nest};
-  gpu = {twins.gpu_memory.back().data(), dtype, nest};
+  twins.cpu_storages.emplace_back(random, dtype, elements, shifted);
+  twins.gpu_storages.emplace_back(random, dtype, elements, shifted);
+  fill(random, dtype, twins.cpu_storages.back(), elements, positive, scale);
+  twins.gpu_storages.back().copy_from(twins.cpu_storages.back());
+  cpu = {twins.cpu_storages.back().data(), dtype, nest};
+  gpu = {twins.gpu_storages.back().data(), dtype, nest};
 }
 
 void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
@@ -166,10 +166,10 @@ std::vector<double> thresholds(Random& random, int64_t count, double size) {
 
 void add_penalty(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
   if (shape.numel() == 0 || !chance(random, 2)) return;
-  t.kernels = shape.sizes[0];
+  t.filters = shape.sizes[0];
   t.channels_fastest = chance(random, 2);
   const int64_t taps = shape.sizes[t.channels_fastest ? 1 : 2];
-  const auto numel = static_cast<double>(shape.numel() / t.kernels);
+  const auto numel = static_cast<double>(shape.numel() / t.filters);
   const int rings = static_cast<int>(chance(random, 20) ? ring_prox::kMaxRings : 1 + below(random, 6));
   ring_prox::Penalty& penalty = twins.penalties.emplace_back();
   for (int64_t k = 0; k < taps; ++k) penalty.ring_of_tap.push_back(static_cast<int>(below(random, rings)));
@@ -216,7 +216,7 @@ void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins)
   if (cpu.logical_nest != nullptr && cpu.numel != 105) cpu.logical_nest = nullptr;
   add_map(random, shape, twins, cpu);
   add_penalty(random, shape, twins, cpu);
-  if (shrinks(cpu.penalty)) twins.shrunk.push_back(static_cast<int>(twins.cpu_memory.size()));
+  if (shrinks(cpu.penalty)) twins.shrunk.push_back(static_cast<int>(twins.cpu_storages.size()));
   gpu = cpu;
   // Some steps are zero, and some are so small that quotients and their remainders underflow.
   const double scale = !chance(random, 4) ? 1 : chance(random, 4) ? 0 : 0x1p-125;
@@ -227,17 +227,17 @@ void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins)
   }
   if (s.adam) {
     gpu.counter_dtype = chance(random, 2) ? DType::f64 : DType::f32;
-    twins.cpu_memory.emplace_back(random, gpu.counter_dtype, 1, true);
-    twins.gpu_memory.emplace_back(random, gpu.counter_dtype, 1, true);
-    for (const auto& [memory, count] : {std::pair(&twins.gpu_memory.back(), cpu.step - 1),
-                                        std::pair(&twins.cpu_memory.back(), s.found_inf ? cpu.step - 1 : cpu.step)}) {
+    twins.cpu_storages.emplace_back(random, gpu.counter_dtype, 1, true);
+    twins.gpu_storages.emplace_back(random, gpu.counter_dtype, 1, true);
+    for (const auto& [memory, count] : {std::pair(&twins.gpu_storages.back(), cpu.step - 1),
+                                        std::pair(&twins.cpu_storages.back(), s.found_inf ? cpu.step - 1 : cpu.step)}) {
       if (gpu.counter_dtype == DType::f64) {
         *reinterpret_cast<double*>(memory->data()) = count;
       } else {
         *reinterpret_cast<float*>(memory->data()) = static_cast<float>(count);
       }
     }
-    gpu.counter = twins.gpu_memory.back().data();
+    gpu.counter = twins.gpu_storages.back().data();
   }
   twins.cpu.push_back(cpu);
   twins.gpu.push_back(gpu);
@@ -300,9 +300,9 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   const cuda_on_cpu::Owned table_on_host(table.bytes.data(), table.bytes.size(), cuda_on_cpu::kHost);
   const cuda_on_cpu::Owned hyper_on_host(hyper.data(), hyper.size() * sizeof(double), cuda_on_cpu::kHost);
   std::deque<cuda_on_cpu::Owned> of_tensors;
-  for (const Memory& memory : twins.gpu_memory) of_tensors.emplace_back(memory.data(), memory.size(), 0);
-  for (const Memory& memory : twins.cpu_memory)
-    of_tensors.emplace_back(memory.data(), memory.size(), cuda_on_cpu::kHost);
+  for (const Storage& storage : twins.gpu_storages) of_tensors.emplace_back(storage.data(), storage.size(), 0);
+  for (const Storage& storage : twins.cpu_storages)
+    of_tensors.emplace_back(storage.data(), storage.size(), cuda_on_cpu::kHost);
   CudaCall call{&table, owner.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
   step_cuda<Rule>(call);
   if (launch_error() != nullptr) std::abort();
@@ -310,9 +310,9 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
 
 class Digest {
  public:
-  void add(const Memory& memory) {
-    for (int64_t i = 0; i < memory.size(); ++i) {
-      value_ = (value_ ^ static_cast<unsigned char>(memory.data()[i])) * 0x100000001b3u;
+  void add(const Storage& storage) {
+    for (int64_t i = 0; i < storage.size(); ++i) {
+      value_ = (value_ ^ static_cast<unsigned char>(storage.data()[i])) * 0x100000001b3u;
     }
   }
   uint64_t value() const { return value_; }
@@ -323,7 +323,7 @@ class Digest {
 
 // Whether two parameters are as near as sums in another order let them be, and zero in the same places. The sums are of
 // doubles whatever the type: of n terms they are wrong by n half units in the last place at most.
-bool near(const Memory& a, const Memory& b, DType dtype) {
+bool near(const Storage& a, const Storage& b, DType dtype) {
   const double spacing = dtype == DType::f16 ? 0x1p-10 : dtype == DType::bf16 ? 0x1p-7 : 0;
   const int64_t step = element_size(dtype);
   const double rounding = dtype == DType::f64 ? 0x1p-53 * std::fmax(128, a.size() / step) : 0x1p-17;
@@ -347,12 +347,12 @@ bool check(Random& random, const Settings& s, Digest& digest) {
   step_on_cpu<Rule>(s, hyper, lrs, twins);
   step_on_gpu<Rule>(s, hyper, {{nullptr, 0}, {nullptr, 0}, {&lr, 0}}, twins);
   size_t next = 0;
-  for (size_t i = 0; i < twins.cpu_memory.size(); ++i) {
-    digest.add(twins.gpu_memory[i]);
+  for (size_t i = 0; i < twins.cpu_storages.size(); ++i) {
+    digest.add(twins.gpu_storages[i]);
     const bool shrunk = next < twins.shrunk.size() && twins.shrunk[next] == static_cast<int>(i);
     next += shrunk;
-    const bool same =
-        shrunk ? near(twins.cpu_memory[i], twins.gpu_memory[i], s.w) : twins.cpu_memory[i].equals(twins.gpu_memory[i]);
+    const bool same = shrunk ? near(twins.cpu_storages[i], twins.gpu_storages[i], s.w)
+                             : twins.cpu_storages[i].equals(twins.gpu_storages[i]);
     if (!same) return false;
   }
   return true;

@@ -12,8 +12,8 @@
 
 #include "common/cuda_upload.h"
 #include "ring_prox/cuda.h"
+#include "ring_prox/filter_solver.h"
 #include "ring_prox/gpu_table.h"
-#include "ring_prox/kernel.h"
 
 namespace {
 
@@ -50,12 +50,12 @@ void set(DType dtype, void* at, double value) {
   if (dtype == DType::f16) *static_cast<uint16_t*>(at) = float_to_f16(single);
 }
 
-// A tensor [kernels, channels, taps], from a random element on behind a 16-byte boundary, with nothing behind it.
+// A tensor [filters, channels, taps], from a random element on behind a 16-byte boundary, with nothing behind it.
 class Tensor {
  public:
   // One that lies as `like` does, or flat in either order of dimensions, or in any order and with gaps.
-  Tensor(Random& random, DType dtype, int64_t kernels, const Shape& shape, const Tensor* like) : dtype_(dtype) {
-    const int64_t sizes[] = {kernels, shape.channels, shape.taps};
+  Tensor(Random& random, DType dtype, int64_t filters, const Shape& shape, const Tensor* like) : dtype_(dtype) {
+    const int64_t sizes[] = {filters, shape.channels, shape.taps};
     int order[] = {shape.channels_fastest ? 1 : 2, shape.channels_fastest ? 2 : 1, 0};
     int64_t stride = 1;
     if (like == nullptr && chance(random, 3)) {
@@ -92,7 +92,7 @@ class Tensor {
 };
 
 struct Case {
-  int64_t kernels;
+  int64_t filters;
   std::vector<int> rings;
   Shape shape;
   DType dtype, metric_dtype;
@@ -105,10 +105,10 @@ Case random_case(Random& random) {
   static const int taps[] = {1, 2, 3, 9, 9, 15, 25};
   static const DType types[] = {DType::f32, DType::f32, DType::f64, DType::bf16, DType::f16};
   Case c;
-  c.kernels = 1 + below(random, 5);
+  c.filters = 1 + below(random, 5);
   c.shape.channels = channels[below(random, 10)];
   c.shape.taps = taps[below(random, 7)];
-  if (chance(random, 10)) c.shape.channels = 1300, c.shape.taps = 9, c.kernels = 2;  // more than shared memory holds
+  if (chance(random, 10)) c.shape.channels = 1300, c.shape.taps = 9, c.filters = 2;  // more than shared memory holds
   c.shape.rings = static_cast<int>(chance(random, 20) ? kMaxRings : 1 + below(random, 6));
   for (int k = 0; k < c.shape.taps; ++k) c.rings.push_back(static_cast<int>(below(random, c.shape.rings)));
   c.shape.channels_fastest = c.shape.channels > 1 && chance(random, 2);
@@ -128,7 +128,7 @@ double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-
 std::vector<double> thresholds(Random& random, const Case& c, double share) {
   std::vector<double> values;
   const double norm = c.size * (c.linf ? static_cast<double>(c.shape.numel()) : std::sqrt(c.shape.numel()));
-  for (int64_t i = 0; i < (c.rows ? c.kernels : 1) * c.shape.rings; ++i) {
+  for (int64_t i = 0; i < (c.rows ? c.filters : 1) * c.shape.rings; ++i) {
     values.push_back(chance(random, 4) ? 0 : share * norm * unit(random) / c.shape.rings);
   }
   return values;
@@ -160,7 +160,7 @@ std::vector<T> contiguous(const Tensor& tensor, int64_t o, const Shape& shape) {
   return values;
 }
 
-// Runs a call on the GPU's kernels; norms: [kernels, rings].
+// Runs a call on the GPU's kernels; norms: [filters, rings].
 void run(const CudaCall& call, void* norms) {
   const GpuTable table = build(call);
   const auto size = static_cast<int64_t>(table.bytes.size());
@@ -176,10 +176,10 @@ void run(const CudaCall& call, void* norms) {
 template <typename T>
 bool check(Random& random, const Case& c, Digest& digest) {
   const Shape& shape = c.shape;
-  const Tensor u(random, c.dtype, c.kernels, shape, nullptr), out(random, c.dtype, c.kernels, shape, &u);
-  const Tensor d(random, c.metric_dtype, c.kernels, shape, chance(random, 2) ? &u : nullptr);
+  const Tensor u(random, c.dtype, c.filters, shape, nullptr), out(random, c.dtype, c.filters, shape, &u);
+  const Tensor d(random, c.metric_dtype, c.filters, shape, chance(random, 2) ? &u : nullptr);
   std::normal_distribution<double> normal;
-  for (int64_t o = 0; o < c.kernels; ++o) {
+  for (int64_t o = 0; o < c.filters; ++o) {
     for (int64_t i = 0; i < shape.numel(); ++i) {
       set(c.dtype, u.at(o, i / shape.taps, i % shape.taps), c.size * normal(random));
       set(c.metric_dtype, d.at(o, i / shape.taps, i % shape.taps), 0.25 + unit(random));
@@ -187,20 +187,20 @@ bool check(Random& random, const Case& c, Digest& digest) {
   }
   const std::vector<double> t = thresholds(random, c, 1);
   const std::vector<double> q = c.has_squared ? thresholds(random, c, 0.3 / c.size) : std::vector<double>();
-  CudaCall call{c.kernels, shape, u.placed(shape), {}, out.placed(shape), t.data()};
+  CudaCall call{c.filters, shape, u.placed(shape), {}, out.placed(shape), t.data()};
   if (c.has_metric) call.metric = d.placed(shape);
   if (c.has_squared) call.squared = q.data();
   call.thresholds_stride = c.rows ? shape.rings : 0;
   call.thresholds_on_device = chance(random, 2);
   call.linf = c.linf;
-  std::vector<T> norms(c.kernels * shape.rings);
+  std::vector<T> norms(c.filters * shape.rings);
   run(call, norms.data());
   digest.add(norms.data(), static_cast<int64_t>(norms.size() * sizeof(T)));
 
   Shape walked = shape;
   walked.channels_fastest = false;
-  KernelSolver<T> solver(walked);
-  for (int64_t o = 0; o < c.kernels; ++o) {
+  FilterSolver<T> solver(walked);
+  for (int64_t o = 0; o < c.filters; ++o) {
     const std::vector<T> weights = contiguous<T>(u, o, shape), metric = contiguous<T>(d, o, shape);
     std::vector<T> expected(weights.size());
     std::vector<double> expected_norms(shape.rings);

@@ -261,7 +261,7 @@ PROX_RESULTS = {"double": 1, "float": 4}
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", FUSED)
 def test_steps_with_a_prox_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_do(prox_kernels, rule):
-    for kernel, instructions in kernels_named(prox_kernels, f"step_kernels<{rule},").items():
+    for kernel, instructions in kernels_named(prox_kernels, f"step_filters<{rule},").items():
         arithmetic = "double" if "double" in kernel else "float"
         widths, results = PROX_VECTORS[arithmetic], PROX_RESULTS[arithmetic]
         assert ptx.wide(instructions, "ld") >= len(widths) * (2 + STATES[rule]), kernel

@@ -83,14 +83,14 @@ def _inputs(name: str) -> list[Any]:
     return inputs + [item for item in function("mps", torch.float32) if item.desc not in known]
 
 
-def cases(*implementations: str, every: Sequence[str] = (), **unsuited: str) -> Any:
+def cases(*implementations: str, every: Sequence[str] | None = None, **unsuited: str) -> Any:
     """Parametrize ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped.
 
     Without implementations, kernels step every input, the CPU's with one flag and the GPU's with the other, and each
     other implementation steps the optimizer's input in RICHEST. The implementations that are given step every input.
-    With ``every``, these alone do.
+    With ``every``, these alone do; with none, each implementation steps the input in RICHEST alone.
     """
-    every = every or implementations or KERNELS
+    every = (implementations or KERNELS) if every is None else every
     parameters = []
     for name, (implementation, library) in itertools.product(OURS, LIBRARIES.items()):
         if implementations and implementation not in implementations:

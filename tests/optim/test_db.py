@@ -214,7 +214,7 @@ def complex_twins() -> tuple[torch.Tensor, torch.Tensor]:
     return param, param.clone()
 
 
-@cases()
+@cases(every=())
 def test_complex_parameters_step_as_in_torch_or_are_refused(case):
     ours, torchs = complex_twins()
     optimizer = case.ours([ours])
@@ -238,15 +238,17 @@ def sparse_problem(optimizer_class, **kwargs):
     return optimizer_class([param], **kwargs), param
 
 
-@cases()
-def test_sparse_gradients_step_as_in_torch_or_are_refused(case):
+@pytest.mark.parametrize("weight_decay", [0, 0.1])
+@cases(every=())
+def test_sparse_gradients_step_as_in_torch_or_are_refused(case, weight_decay):
     torchs_flags = {**db.FOR_LOOP, **db.IMPLEMENTATIONS[case.implementation], "fused": False}
-    optimizer, param = sparse_problem(OURS[case.name], **case.kwargs())
-    expected, torchs = sparse_problem(INFOS[case.name].optim_cls, **{**case.kwargs(), **torchs_flags})
+    optimizer, param = sparse_problem(OURS[case.name], **case.kwargs(weight_decay=weight_decay))
+    options = {**case.kwargs(weight_decay=weight_decay), **torchs_flags}
+    expected, torchs = sparse_problem(INFOS[case.name].optim_cls, **options)
     if case.implementation not in TORCHS_OWN:
         with pytest.raises(TypeError, match=r"grads\[0\]: expected a dense tensor, got layout torch.sparse_coo"):
             optimizer.step()
-    elif case.name == "SGD" and not case.arguments.get("weight_decay"):
+    elif case.name == "SGD" and not weight_decay:
         expected.step()
         optimizer.step()
     else:

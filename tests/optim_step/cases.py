@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,13 @@ import loco_ext
 from loco_ext import ops
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+from tests.triton_runs import needs_triton
 
+KERNELS = ["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
+# Parametrizes tests whose cases Triton's interpreter steps, too.
+with_interpreter = pytest.mark.parametrize(
+    "kernels", [*KERNELS, pytest.param("interpreter", marks=needs_triton)], indirect=True
+)
 RULES = {"sgd": SGD, "adam": ADAM}
 STATES = {name: rule.states for name, rule in RULES.items()}
 HYPER = {"sgd": (0.05, 0.3, 0.9, 0.1), "adam": (0.05, 0.3, 0.9, 0.99, 1e-8)}
@@ -40,8 +47,38 @@ class Gpu:
     device: str
     backend: str
 
+    def step_in_place(self, case: Case) -> None:
+        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved."""
+        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-GPU: Gpu | None = None  # set by a fixture; if None, cases are stepped on the device of their tensors
+        def moved(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                copy = torch.UntypedStorage(storage.nbytes(), device=self.device).copy_(storage)
+                storages[storage.data_ptr()] = storage, copy
+            copy = storages[storage.data_ptr()][1]
+            empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
+            return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        def moved_option(name: str, value: Any) -> Any:
+            if isinstance(value, list) and name == "lrs":
+                return [moved(tensor) for tensor in value]
+            return moved(value) if isinstance(value, Tensor) else value
+
+        lists = {name: [moved(t) for t in tensors] for name, tensors in case.lists.items()}
+        options = {name: moved_option(name, value) for name, value in case.options.items()}
+        replace(case, lists=lists, options=options).step(self.backend, here=True)
+        for storage, copy in storages.values():
+            storage.copy_(copy)
+
+
+class Elsewhere(Protocol):
+    """What steps cases away from the device of their tensors."""
+
+    def step_in_place(self, case: Case) -> None: ...
+
+
+ELSEWHERE: Elsewhere | None = None  # set by a fixture; steps cases in place of the compiled kernels
 
 
 @dataclass
@@ -71,40 +108,14 @@ class Case:
         lists = (self.params, self.lists["grads"], states, self.lists.get("steps", ()))
         return StepArgs(rule, flags, *lists, self.hyper, **given)
 
-    def step(self, backend: str | None = None) -> Case:
-        if GPU is not None and backend in (None, "native"):
-            return self._step_on_gpu(GPU)
-        return self._step(nullcontext() if backend is None else loco_ext.backend(backend))
-
-    def _step(self, backend: AbstractContextManager[None]) -> Case:
+    def step(self, backend: str | None = None, here: bool = False) -> Case:
+        """Step by the backend, ELSEWHERE if it is the compiled kernels and not ``here``."""
+        if ELSEWHERE is not None and backend in (None, "native") and not here:
+            ELSEWHERE.step_in_place(self)
+            return self
         operator = ops.optim_step_sgd if self.rule == "sgd" else ops.optim_step_adam
-        with backend:
+        with nullcontext() if backend is None else loco_ext.backend(backend):
             operator(*self.lists.values(), self.hyper, **self.options)
-        return self
-
-    def _step_on_gpu(self, gpu: Gpu) -> Case:
-        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved."""
-        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-        def moved(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in storages:
-                copy = torch.UntypedStorage(storage.nbytes(), device=gpu.device).copy_(storage)
-                storages[storage.data_ptr()] = storage, copy
-            copy = storages[storage.data_ptr()][1]
-            empty = torch.empty(0, dtype=tensor.dtype, device=gpu.device)
-            return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-        def moved_option(name: str, value: Any) -> Any:
-            if isinstance(value, list) and name == "lrs":
-                return [moved(tensor) for tensor in value]
-            return moved(value) if isinstance(value, Tensor) else value
-
-        lists = {name: [moved(t) for t in tensors] for name, tensors in self.lists.items()}
-        options = {name: moved_option(name, value) for name, value in self.options.items()}
-        replace(self, lists=lists, options=options)._step(loco_ext.backend(gpu.backend))
-        for storage, copy in storages.values():
-            storage.copy_(copy)
         return self
 
     @property

@@ -89,6 +89,12 @@ class Interpreter:
     def step(self, case: Case, wide: bool = False) -> Case:
         return self.steps((case.copy(), []), wide=wide)
 
+    def step_in_place(self, case: Case) -> None:
+        stepped = self.step(case)
+        for name, tensors in case.lists.items():
+            for tensor, result in zip(tensors, stepped.lists[name], strict=True):
+                tensor.untyped_storage().copy_(result.untyped_storage())
+
 
 def assert_same_as(actual: Case, expected: Case) -> None:
     """Assert the same bits; nearly so for Adam in float64, whose corrections use other functions than the reference."""

@@ -23,10 +23,10 @@ SOURCES = [
         )
     ),
     *("common/convert.cpp", "common/cuda_upload.cu"),
-    *("ring_prox/gpu_table.cpp", "ring_prox/kernel.cpp", "ring_prox/rows.cpp"),
+    *("ring_prox/gpu_table.cpp", "ring_prox/filter_solver.cpp", "ring_prox/rows.cpp"),
 ]
 MISTAKES = (
-    *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_kernel"),
+    *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_filter"),
     *("prox_squared", "prox_rounding", "prox_memory", "prox_step", "unaligned", "range"),
     "host_pointer",
 )

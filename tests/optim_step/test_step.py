@@ -8,7 +8,7 @@ import torch
 
 from loco_ext import geometry, ops
 from tests.covering import covering
-from tests.optim_step.cases import HYPER, assert_native_is_reference, assert_same, make_case
+from tests.optim_step.cases import HYPER, assert_native_is_reference, assert_same, make_case, with_interpreter
 from tests.tolerances import assert_within_ulps
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -37,6 +37,7 @@ def hyper_with(rule, decay=None, **columns):
     return tuple((row if decay is None else row | {"decay": decay}).values())
 
 
+@with_interpreter
 @pytest.mark.parametrize(
     ("momentum", "nesterov", "maximize", "decay", "dtype"),
     covering(MOMENTUM, [False, True], [False, True], DECAYS, FLOATS, strength=3),
@@ -49,6 +50,7 @@ def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtyp
     assert_native_is_reference(case)
 
 
+@with_interpreter
 @pytest.mark.parametrize(
     ("beta1", "amsgrad", "maximize", "decay", "dtype"),
     covering([0.9, 0.4, 0.0], [False, True], [False, True], ADAM_DECAYS, FLOATS, strength=3),
@@ -64,11 +66,13 @@ def test_adam_gives_the_references_bits(beta1, amsgrad, maximize, decay, dtype):
     assert_native_is_reference(case)
 
 
+@with_interpreter
 @pytest.mark.parametrize("step", [0, 1, 999, 10**6])
 def test_adam_gives_the_references_bits_early_and_late(step):
     assert_native_is_reference(make_case("adam", SHAPES, step=step, **MAPS))
 
 
+@with_interpreter
 def test_each_group_and_parameter_has_its_own_hyperparameters_map_first_and_step():
     case = make_case("sgd", SHAPES[:3] * 2, group_index=[0, 1, 2, 2, 1, 0], first=[0, 1, 0, 1, 0, 1])
     case.hyper = torch.tensor([[0.1, 0.2, 0.9, 0.0], [0.3, 0.0, 0.5, 0.5], [0.01, 0.5, 0.0, 0.2]], dtype=torch.float64)
@@ -80,6 +84,7 @@ def test_each_group_and_parameter_has_its_own_hyperparameters_map_first_and_step
     assert_native_is_reference(case)
 
 
+@with_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
 def test_a_learning_rate_may_be_a_tensor_of_its_own(rule, dtype):
@@ -124,6 +129,7 @@ ANY_MAP = {
 }
 
 
+@with_interpreter
 @pytest.mark.parametrize(
     ("which", "rule", "memory_format"),
     covering(ANY_MAP, ["sgd", "adam", "adamw"], [torch.contiguous_format, torch.channels_last]),

@@ -430,7 +430,7 @@ def test_dead_kernels_become_zeros_that_change_no_output():
     model.norm.weight.data[:3], model.shared_norm.weight.data[:] = 0, 0
     x = torch.randn(2, 3, 5, 5)
     before, fifth = model(x), model.fifth.weight.detach().clone()
-    assert sparsity.zero_dead_kernels(model) == 3
+    assert sparsity.zero_dead_filters(model) == 3
     assert torch.equal(model(x), before)
     assert sparsity.kernel_sizes(model.first.weight).tolist() == [0, 0, 0, 3]
     assert torch.equal(model.fifth.weight, fifth)
@@ -441,6 +441,6 @@ def test_a_model_that_cannot_be_traced_is_an_error():
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    for use in (lambda model: sparsity.folded_penalties(model, RINGS), sparsity.zero_dead_kernels):
+    for use in (lambda model: sparsity.folded_penalties(model, RINGS), sparsity.zero_dead_filters):
         with pytest.raises(ValueError, match=r"model: expected one that torch\.fx can trace, got TraceError"):
             use(Decides())

@@ -165,7 +165,7 @@ def test_experiments_are_shown_with_their_numbers(runs, page):
     expected = sorted((point["macs"], 100 * (1 - point["metrics"]["accuracy"])) for point in path["points"])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     last = path["points"][-1]["kernels"]
-    assert [list(map(int, row[1:])) for row in page.tables["Sizes of kernels"][-1][1:]] == list(last.values())
+    assert [list(map(int, row[1:])) for row in page.tables["Sizes of filters"][-1][1:]] == list(last.values())
     efcn = read(runs, "efcn/efcn.json")
     losses = [efcn["cnn"]["start"]["train_loss"], *(epoch["train_loss"] for epoch in efcn["cnn"]["epochs"])]
     assert page.column("Dynamics", "CNN") == pytest.approx(losses, rel=1e-5)

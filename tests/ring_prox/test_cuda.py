@@ -15,7 +15,7 @@ from tests.cuda_on_cpu import build
 from tests.tolerances import ULPS, assert_within_ulps, same_bits
 
 SOURCES = [
-    *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
+    *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "filter_solver.cpp", "rows.cpp")),
     "common/cuda_upload.cu",
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

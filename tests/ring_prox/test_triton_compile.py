@@ -70,10 +70,12 @@ def rings_of(weight: Tensor) -> list[int]:
     return geometry.ring_index(weight.shape[2:]).flatten().tolist() if weight.dim() > 2 else [0]
 
 
-def operands(mode: str, channels_last: bool, shape: tuple[int, ...] = (8, 512, 3, 3)) -> tuple:
+def operands(mode: str, channels_last: bool) -> tuple:
     dtype, metric, linf, squared = MODES[mode]
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    weight, d = (None if t is None else torch.ones(shape, dtype=t).to(memory_format=layout) for t in (dtype, metric))
+    weight, d = (
+        None if t is None else torch.ones(8, 512, 3, 3, dtype=t).to(memory_format=layout) for t in (dtype, metric)
+    )
     return weight, d, linf, squared
 
 

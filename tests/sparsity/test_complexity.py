@@ -104,9 +104,9 @@ def test_residual_connections_concatenations_groups_and_repetitions():
     assert set(penalties) == {"stem", "inner", "twice", "wide", "after"}
     assert_gradient_of_sum(model, penalties, model.eq_34())
     model.inner.weight.data[1] = model.stem.weight.data[1] = 0
-    assert all(penalties[name].kernel_strengths[1] > 0 for name in ("inner", "stem"))
+    assert all(penalties[name].filter_strengths[1] > 0 for name in ("inner", "stem"))
     model.stem.weight.data[1] = 1
-    assert penalties["inner"].kernel_strengths[1] == 0  # the channel is alive without it
+    assert penalties["inner"].filter_strengths[1] == 0  # the channel is alive without it
 
 
 def test_the_prox_is_the_minimum_over_one_layer():
@@ -220,7 +220,7 @@ def test_all_strengths_are_those_ahead_of_the_step(options):
         state = copy.deepcopy(optimizer.state_dict()["state"])
         other.load_state_dict({"state": state, "param_groups": other.state_dict()["param_groups"]})
         penalties = optimizer.param_groups[0]["penalty"]
-        before = [None if penalty is None else (penalty.strength, penalty.kernel_strengths) for penalty in penalties]
+        before = [None if penalty is None else (penalty.strength, penalty.filter_strengths) for penalty in penalties]
         steps(model, optimizer, step, step + 1)
         steps(plain, other, step, step + 1)
         for name, penalty, strengths in zip(("0", "2"), penalties, before, strict=False):

@@ -324,7 +324,7 @@ def test_regions_are_compared_in_paired_runs(tmp_path, monkeypatch):
     tiny = {"data": "digits", "epochs": 1, "units": 6, "layers": 1, "strengths": (0.5,), "hinges": (1.0,)}
     monkeypatch.setitem(regions.PRESETS, "quick", tiny | {"percents": ("max",), "seeds": 2})
     monkeypatch.setattr(region_pictures, "PIXELS", 10)
-    monkeypatch.setattr(region_pictures.save_toy, "__defaults__", (2,))
+    monkeypatch.setattr(region_pictures, "TOY_STEPS", 2)
     out = tmp_path / "regions_digits-x.json"
     regions_digits.main(tmp_path / "runs", out)
     record = json.loads((tmp_path / "runs" / "regions.json").read_text())

@@ -1,7 +1,7 @@
 """Structured sparsity: networks trained from scratch under penalties of many strengths alpha, then cut at tau.
 
 The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": Table 2, figures 1, 3, 4 and 5,
-and its variants. It announces pictures of kernels and correlations, which are drawn here.
+and its variants. It announces pictures of filters and their correlations, which are drawn here.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from torch import nn
 
 from loco_ext.experiments import figures
 from loco_ext.experiments.models import MODELS
-from loco_ext.experiments.reproduce import sparsity_kernels
+from loco_ext.experiments.reproduce import sparsity_filters
 from loco_ext.experiments.reproduce.jobs import Job, Plan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
@@ -130,8 +130,8 @@ def page(plan: Plan) -> Page:
             drawn |= {
                 f"{network}, {penalty}, {variant}: {what}": plan.folder(family) / f"{name}.png"
                 for name, what in (
-                    ("widths", "figure 1, kernels left"),
-                    ("sizes", "figure 3, kernels of each size"),
+                    ("widths", "figure 1, filters left"),
+                    ("sizes", "figure 3, filters of each size"),
                     ("errors", "figures 4 and 5, error by MACs"),
                 )
             }
@@ -139,7 +139,7 @@ def page(plan: Plan) -> Page:
     pictures = plan.folder(f"{PAPER}/kernels.png")
     pictures.parent.mkdir(parents=True, exist_ok=True)
     if any(networks.values()):
-        sparsity_kernels.save(next(found for found in networks.values() if found), pictures)
+        sparsity_filters.save(next(found for found in networks.values() if found), pictures)
     drawn["Kernels of the first layer, by strength"] = pictures
     tables = [_architectures(), _points(points), _eq34(plan), _correlations(networks)]
     return Page("Structured sparsity (anonymous draft)", scale.means, tables, drawn)
@@ -174,13 +174,13 @@ def _architectures() -> Table:
 
 
 def _points(points: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]) -> Table:
-    columns = {"network": "", "penalty": "", "variant": "", "alpha": ".2g", "tau": "g", "kernels": "d", "MACs": ".1%"}
+    columns = {"network": "", "penalty": "", "variant": "", "alpha": ".2g", "tau": "g", "filters": "d", "MACs": ".1%"}
     columns |= {"error": ".2f"}
     rows = []
     for network, penalty, variant, record, point in points:
-        kernels = sum(sum(counts[1:]) for counts in point["kernels"].values())
+        filters = sum(sum(counts[1:]) for counts in point["kernels"].values())
         share = point["macs"] / record["paths"][0]["macs"]
-        cells = [point["strength"], point["tau"], kernels, share, figures.error(point)]
+        cells = [point["strength"], point["tau"], filters, share, figures.error(point)]
         rows.append([network, penalty, variant, *cells])
     notes = ["Test errors in percent after the training and the threshold tau; the draft has curves, no numbers."]
     return Table("Figures 1, 3, 4 and 5: families of architectures", columns, rows, notes)
@@ -212,14 +212,14 @@ def _weights(plan: Plan, network: str) -> dict[str, dict[float, Path]]:
 
 def _correlations(networks: dict[str, dict[str, dict[float, Path]]]) -> Table:
     rows = [
-        [network, penalty, strength, *sparsity_kernels.correlations(path)]
+        [network, penalty, strength, *sparsity_filters.correlations(path)]
         for network, penalties in networks.items()
         for penalty, strengths in penalties.items()
         for strength, path in strengths.items()
     ]
     columns = {"network": "", "penalty": "", "alpha": ".2g", "mean": ".3f", "lowest layer": ".3f", "highest": ".3f"}
     notes = [
-        "Mean magnitude of the correlation of pairs of kernels of a layer, over layers, and its range over layers. The "
+        "Mean magnitude of the correlation of pairs of filters of a layer, over layers, and its range over layers. The "
         "draft announces them without numbers. Not reproduced: their course over the iterations of a training."
     ]
-    return Table("Correlations of kernels by strength", columns, rows, notes)
+    return Table("Correlations of filters by strength", columns, rows, notes)

@@ -140,7 +140,7 @@ class Budget:
         if self._penalty is not None and self.begin <= self.steps < self.end:
             self._penalty.shrink()
             if due:
-                self._penalty.turn(self._share_at(self.steps + every), every)
+                self._penalty.adjust(self._share_at(self.steps + every), every)
         elif due:
             self._masks.restore()
             self._hold(_by_the_first_process(self._due))

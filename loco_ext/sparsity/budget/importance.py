@@ -20,7 +20,7 @@ def by_norm(structure: Structure) -> dict[str, Tensor]:
 
     Weights count as a batch norm behind the layer scales them.
     """
-    return {layer.name: _cumulated(layer, _squares(layer)) for layer in structure.layers}
+    return {layer.name: _cumulated(_squares(layer)) for layer in structure.layers}
 
 
 def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
                 f"importance: expected finite numbers of at least 0 of shape {expected} for {layer.name!r}, got shape "
                 f"{tuple(each.shape)}{numbers}"
             )
-        found[layer.name] = _cumulated(layer, each)
+        found[layer.name] = _cumulated(each)
     return found
 
 
@@ -211,6 +211,6 @@ def _squares(layer: PrunableLayer) -> Tensor:
     return found / total if total > 0 else found
 
 
-def _cumulated(layer: PrunableLayer, of_rings: Tensor) -> Tensor:
+def _cumulated(of_rings: Tensor) -> Tensor:
     """Return what each choice loses, given each ring's importance: rings are removed from the outside in."""
     return torch.nn.functional.pad(of_rings.double().cumsum(1), (1, 0))

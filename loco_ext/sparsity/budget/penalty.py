@@ -1,4 +1,4 @@
-"""A penalty on all filters of a model by what they cost, whose strength a controller turns."""
+"""A penalty on all filters of a model by what they cost, whose strength a controller adjusts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loco_ext.sparsity.budget.choose import Integers, Problem, Sizes
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 
 _BISECTIONS = 20
-_MORE = 2.0  # factor of the strength if more is left than it should have left
+_GROWTH = 2.0  # factor of the strength if more is left than it should have left
 
 
 class CostPenalty:
@@ -48,7 +48,7 @@ class CostPenalty:
                 _replace(layer, _prox(layer, step))
 
     @torch.no_grad()
-    def turn(self, wanted: float, steps: int) -> None:
+    def adjust(self, wanted: float, steps: int) -> None:
         """Change the strength so that a share of the cost is left after some steps.
 
         If more is left now, it becomes at least the strength that would reach the share if no gradient held the
@@ -62,7 +62,7 @@ class CostPenalty:
             for _ in range(_BISECTIONS):
                 middle = (low + high) / 2
                 low, high = (low, middle) if self._left(middle) <= wanted else (middle, high)
-            self.strength = max(high / steps, self.strength * (_MORE if left > self.wanted else 1.0))
+            self.strength = max(high / steps, self.strength * (_GROWTH if left > self.wanted else 1.0))
         self.wanted = wanted
 
     def state(self) -> tuple[float, float]:

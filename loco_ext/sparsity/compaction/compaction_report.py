@@ -14,12 +14,12 @@ class LayerReport(FormerNames):
 
     Args:
         name: name of the module in the model.
-        kernels_before, kernels_after: number of output channels, and of those with a non-zero weight.
+        filters_before, filters_after: number of output channels, and of those with a non-zero weight.
         channels_before, channels_after: number of input channels that a filter reads.
         kernel_size: size in the model.
         sizes: number of filters of each size after compaction, from "3x3" to "0".
         convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of filters.
-        identity_kernels: number of filters with a single weight, at the centre tap, which pass a channel on (eq. 24).
+        identity_filters: number of filters with a single weight, at the centre tap, which pass a channel on (eq. 24).
         macs_before, macs_after: multiply-accumulates for one sample, by eq. 10 of the draft, with the sizes above.
         macs_executed: number that the convolutions of the smaller network compute for one sample.
         kept: reasons why filters without weights were kept.
@@ -33,14 +33,14 @@ class LayerReport(FormerNames):
     """
 
     name: str
-    kernels_before: int
-    kernels_after: int
+    filters_before: int
+    filters_after: int
     channels_before: int
     channels_after: int
     kernel_size: str
     sizes: dict[str, int]
     convolutions: list[tuple[str, int]]
-    identity_kernels: int
+    identity_filters: int
     macs_before: int
     macs_after: int
     macs_executed: int
@@ -97,7 +97,7 @@ class Report(FormerNames):
         for layer in self.layers:
             sizes = ", ".join(f"{count} of {size}" for size, count in layer.sizes.items())
             lines.append(
-                f"{layer.name:24} {layer.kernels_before:>5} -> {layer.kernels_after:<4}"
+                f"{layer.name:24} {layer.filters_before:>5} -> {layer.filters_after:<4}"
                 f" {layer.channels_before:>4} -> {layer.channels_after:<4}"
                 f" {layer.macs_before:>13,} -> {layer.macs_after:<12,}  {sizes}"
             )

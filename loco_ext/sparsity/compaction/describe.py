@@ -57,14 +57,14 @@ def describe_layer(
     per_filter = 0 if after is None else after.shape[1]
     return LayerReport(
         name=name,
-        kernels_before=len(before),
-        kernels_after=sum(box is not None for box in found),
+        filters_before=len(before),
+        filters_after=sum(box is not None for box in found),
         channels_before=before.shape[1],
         channels_after=width,
         kernel_size=_size(before.shape[2:]),
         sizes=dict(sorted(sizes.items(), reverse=True)),
         convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.filters)) for bucket in buckets],
-        identity_kernels=_identities(_with_axis(before)),
+        identity_filters=_identities(_with_axis(before)),
         macs_before=pixels * before.numel(),
         macs_after=pixels * areas * width,
         macs_executed=pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets),

@@ -93,10 +93,10 @@ def network(name: str, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def batches(count: int = 2, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 2, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(size, *IMAGE, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
+        (torch.randn(8, *IMAGE, generator=generator), torch.randint(CLASSES, (8,), generator=generator))
         for _ in range(count)
     ]
 

@@ -10,10 +10,10 @@ from loco_ext.sparsity import distillation_loss
 from tests.covering import covering
 
 
-def logits(rows=7, classes=5, scale=1.0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(rows)
-    ours, theirs = scale * torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
-    return ours.to(dtype), theirs.to(dtype), torch.randint(classes, (rows,), generator=generator)
+def logits(scale=1.0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(7)
+    ours, theirs = scale * torch.randn(2, 7, 5, generator=generator, dtype=torch.float64)
+    return ours.to(dtype), theirs.to(dtype), torch.randint(5, (7,), generator=generator)
 
 
 def formula(ours, theirs, targets, weight, temperature):

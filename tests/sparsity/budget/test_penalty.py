@@ -71,23 +71,23 @@ def test_rings_shrink_in_the_direction_of_the_filter() -> None:
 def test_the_strength_is_the_least_that_leaves_the_share() -> None:
     for parts, reached in ((1.0, True), (0.99, False)):
         penalty = penalty_of(plain(), "filters")
-        penalty.turn(0.4, 5)
+        penalty.adjust(0.4, 5)
         penalty.strength *= parts
         for _ in range(5):
             penalty.shrink()
         needed = penalty.strength
-        penalty.turn(0.4, 5)  # the strength falls only if no more than the share is left
+        penalty.adjust(0.4, 5)  # the strength falls only if no more than the share is left
         assert (0 < penalty.strength <= needed) is reached
 
 
 def test_the_strength_rises_where_filters_are_held() -> None:
     penalty = penalty_of(plain(), "filters")
-    penalty.turn(1.0, 5)
+    penalty.adjust(1.0, 5)
     assert penalty.strength == 0  # nothing has to go
-    penalty.turn(0.4, 5)
+    penalty.adjust(0.4, 5)
     needed = penalty.strength
     for times in (2, 4, 8):  # the weights stay as they are, as if gradients held them
-        penalty.turn(0.4, 5)
+        penalty.adjust(0.4, 5)
         assert penalty.strength == times * needed
 
 

@@ -67,7 +67,7 @@ def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None
     unimportant = problem.at(1e-12)
     structure.zero(unimportant)
     smaller, report = sparsity.compact(model, X, cost="macs")
-    assert report.layers[0].kernels_after <= len(first.weight) - gone  # some are never positive
+    assert report.layers[0].filters_after <= len(first.weight) - gone  # some are never positive
     torch.testing.assert_close(smaller(x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -125,7 +125,7 @@ def test_bounds_and_layers_left_alone() -> None:
     _, report = sparsity.shrink_to(model, X, macs=0.86, importance="norm", skip=["0"], least={"4": 5})
     layers = {layer.name: layer for layer in report.layers}
     assert layers["0"].sizes == {"5x5": 6}
-    assert layers["4"].kernels_after >= 5
+    assert layers["4"].filters_after >= 5
 
 
 def test_a_function_decides() -> None:
@@ -160,7 +160,7 @@ def test_numbers_of_channels_are_rounded(method: str) -> None:
         smaller, report = sparsity.compact(model, X, cost="macs", fold_norms=False)
     widths = [module.out_channels for module in smaller.modules() if isinstance(module, nn.Conv2d)]
     assert all(width % 4 == 0 for width in widths)
-    assert any(layer.kernels_after < layer.kernels_before for layer in report.layers)
+    assert any(layer.filters_after < layer.filters_before for layer in report.layers)
     assert macs(smaller) <= 0.5 * macs(models.small_cnn(3, 4, 9, width=2))
 
 
@@ -286,7 +286,7 @@ def test_a_budget_below_the_count_is_met_where_compaction_removes_more(share: fl
     model[0].weight.data[2:] = 0
     options: Any = {"macs": share, "skip": ["0"], "granularity": "filters", "importance": "norm"}
     _, report = sparsity.shrink_to(model, X, **options)
-    assert [layer.kernels_after for layer in report.layers[:2]] == [2, filters]
+    assert [layer.filters_after for layer in report.layers[:2]] == [2, filters]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=f"macs: expected at least 0.4955, the least reached, got {share}"):
         sparsity.Budget(model, optimizer, example_inputs=X, begin=0, end=6, **options)  # zeros may be trained

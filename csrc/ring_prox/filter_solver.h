@@ -21,9 +21,9 @@ struct Shape {
 
 // Solver for filters of one shape, one after the other; it keeps its buffers between them. T is float or double.
 template <typename T>
-class KernelSolver {
+class FilterSolver {
  public:
-  explicit KernelSolver(const Shape& shape);
+  explicit FilterSolver(const Shape& shape);
 
   // Write the norm of each ring of u. norms is [rings], ring 0 the outermost.
   void norms(const T* u, double* norms);

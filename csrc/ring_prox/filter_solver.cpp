@@ -10,7 +10,7 @@
 // ring, from which scalar code (math.h, metric.h) finds one factor, coefficient or cap per ring, and a last pass
 // over the runs applies it. The linf norm needs the channels of each tap next to each other: a filter whose taps are
 // fastest is transposed first, and its result transposed back.
-#include "ring_prox/kernel.h"
+#include "ring_prox/filter_solver.h"
 
 #include <algorithm>
 #include <cmath>
@@ -44,7 +44,7 @@ void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
 }  // namespace
 
 template <typename T>
-KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape) {
+FilterSolver<T>::FilterSolver(const Shape& shape) : shape_(shape) {
   shape_.channels_fastest |= shape.taps == 1;
   divide();
 }
@@ -52,7 +52,7 @@ KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape) {
 // Divide the filter into runs. A filter with a single ring is one run; one whose channels are fastest has a run for
 // each sequence of adjacent taps of the same ring; any other is one run along which the rings alternate periodically.
 template <typename T>
-void KernelSolver<T>::divide() {
+void FilterSolver<T>::divide() {
   const Shape& s = shape_;
   if (s.rings == 1) {
     parts_.push_back({0, {s.numel(), 0, 0, 1, nullptr, nullptr, nullptr}});
@@ -79,14 +79,14 @@ void KernelSolver<T>::divide() {
 }
 
 template <typename T>
-void KernelSolver<T>::norms(const T* u, double* norms) {
+void FilterSolver<T>::norms(const T* u, double* norms) {
   point_to(u, nullptr);
   const Scale scale = scaled_sums();
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale.weight;
 }
 
 template <typename T>
-void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
+void FilterSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
   point_to(u, d);
   if (!linf) return prox_l2(thresholds, scaled_sums(), out);
   transpose_channels();
@@ -101,7 +101,7 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
 
 // Transpose u and d so that channels are fastest.
 template <typename T>
-void KernelSolver<T>::transpose_channels() {
+void FilterSolver<T>::transpose_channels() {
   if (!transposes()) return;
   transposed_u_.resize(shape_.numel());
   transpose(u_, shape_.channels, shape_.taps, transposed_u_.data());
@@ -114,7 +114,7 @@ void KernelSolver<T>::transpose_channels() {
 
 // Write the l2 prox. `scale` is what the sums were made with.
 template <typename T>
-void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, T* out) {
+void FilterSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, T* out) {
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
   const double* const squares = zero_.power[0];
@@ -131,7 +131,7 @@ void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, 
 }
 
 template <typename T>
-void KernelSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& scale, T* out) {
+void FilterSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& scale, T* out) {
   double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings], left[kMaxRings];
   const int rings = shape_.rings;
   int first = 0;  // first ring that does not vanish
@@ -158,7 +158,7 @@ void KernelSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& 
 // Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
 // gives a lower bound of sum (d u)^2, which usually suffices to see that no ring vanishes.
 template <typename T>
-int KernelSolver<T>::first_alive(const double* t) {
+int FilterSolver<T>::first_alive(const double* t) {
   double factors[kMaxRings], of_weighed[kMaxRings];
   const int rings = shape_.rings;
   if (!weighed_is_known_) {
@@ -179,7 +179,7 @@ int KernelSolver<T>::first_alive(const double* t) {
 // Sum the squares of weight times metric. If those would vanish or overflow, the products are multiplied by a power of
 // two, weighed_scale_.
 template <typename T>
-void KernelSolver<T>::weigh() {
+void FilterSolver<T>::weigh() {
   weighed_is_known_ = true;
   weighed_scale_ = 1;
   std::fill(weighed_, weighed_ + shape_.rings, 0.0);
@@ -200,8 +200,8 @@ void KernelSolver<T>::weigh() {
 
 // The weights that DirectSums sums over, for those outside the range of MetricModel.
 template <typename T>
-struct KernelSolver<T>::AllWeights {
-  const KernelSolver& solver;
+struct FilterSolver<T>::AllWeights {
+  const FilterSolver& solver;
 
   template <typename Visit>
   void for_ring(int ring, const Visit& visit) const {
@@ -214,7 +214,7 @@ struct KernelSolver<T>::AllWeights {
 
 // Write c of each ring from `first` on, and to `left` each ring's remaining sum of squares.
 template <typename T>
-void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients,
+void FilterSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients,
                                         double* left) {
   const int rings = shape_.rings;
   if (first == rings) return;  // all rings vanish
@@ -231,7 +231,7 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
 
 // Write the cap of each ring for the linf prox, at the weights' scale.
 template <typename T>
-void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
+void FilterSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
   double t[kMaxRings], sizes[kMaxRings], floors[kMaxRings];
   const int rings = shape_.rings;
   set_infinite_metrics_aside(floors);
@@ -282,7 +282,7 @@ void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
 // Replace infinite metrics by 0, in a copy, and write the largest magnitude of their weights in each ring. Channels
 // must be fastest.
 template <typename T>
-void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
+void FilterSolver<T>::set_infinite_metrics_aside(double* floors) {
   std::fill(floors, floors + shape_.rings, 0.0);
   if (d_ == nullptr || rows<T>().largest(d_, shape_.numel()) < kInfinity) return;
   finite_d_.assign(d_, d_ + shape_.numel());
@@ -299,7 +299,7 @@ void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
 
 // Write the largest magnitude in each ring.
 template <typename T>
-void KernelSolver<T>::measure(double* sizes) const {
+void FilterSolver<T>::measure(double* sizes) const {
   for (int r = 0; r < shape_.rings; ++r) sizes[r] = 0;
   for_taps([&](int64_t at, int r) {
     const double size = rows<T>().largest(scaled_ + at, shape_.channels);
@@ -310,21 +310,21 @@ void KernelSolver<T>::measure(double* sizes) const {
 // Call visit(offset of the tap's first channel, its ring) for each tap. Channels must be fastest.
 template <typename T>
 template <typename Visit>
-void KernelSolver<T>::for_taps(const Visit& visit) const {
+void FilterSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
 // Call visit(offset of the weight, its ring) for each weight.
 template <typename T>
 template <typename Visit>
-void KernelSolver<T>::for_weights(const Visit& visit) const {
+void FilterSolver<T>::for_weights(const Visit& visit) const {
   for (int64_t i = 0; i < shape_.numel(); ++i) {
     visit(i, shape_.ring_of_tap[shape_.channels_fastest ? i / shape_.channels : i % shape_.taps]);
   }
 }
 
 template <typename T>
-void KernelSolver<T>::leave_unscaled() {
+void FilterSolver<T>::leave_unscaled() {
   scaled_ = u_, scaled_d_ = d_;
   weighed_is_known_ = false;
   scale_ = {};
@@ -334,7 +334,7 @@ void KernelSolver<T>::leave_unscaled() {
 // Sum over the rings. If the sums are not within float64, sum weights and metrics times powers of two instead. Return
 // these powers.
 template <typename T>
-Scale KernelSolver<T>::scaled_sums() {
+Scale FilterSolver<T>::scaled_sums() {
   leave_unscaled();
   sum_up(false);
   if (all_safe(false)) return {};
@@ -349,7 +349,7 @@ Scale KernelSolver<T>::scaled_sums() {
 
 // Return whether the sums for c = 0 are safe. `zeros`: accept rings that consist of zeros, too.
 template <typename T>
-bool KernelSolver<T>::all_safe(bool zeros) const {
+bool FilterSolver<T>::all_safe(bool zeros) const {
   if (d_ == nullptr) return are_safe<T>(zero_.power[0], 0, shape_.rings);
   // MetricModel multiplies sums by one another, which narrows the range for doubles.
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-75;
@@ -362,21 +362,21 @@ bool KernelSolver<T>::all_safe(bool zeros) const {
 }
 
 template <typename T>
-void KernelSolver<T>::sum_up(bool wide) {
+void FilterSolver<T>::sum_up(bool wide) {
   if (d_ != nullptr) return sum_moments(wide, nullptr, zero_);
   std::fill(zero_.power[0], zero_.power[0] + shape_.rings, 0.0);
   for (const Part& part : parts_) rows<T>().squares(scaled_ + part.at, part.run, wide, zero_.power[0]);
 }
 
 template <typename T>
-void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
+void FilterSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
   to.clear(shape_.rings);
   for (const Part& part : parts_) rows<T>().moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
 }
 
 // Return whether sums of weights times metrics neither vanish nor overflow.
 template <typename T>
-bool KernelSolver<T>::products_safe() const {
+bool FilterSolver<T>::products_safe() const {
   constexpr double kLeast = 1e-140;
   if (sizeof(T) == 4) return true;
   const auto safe = [](double size) { return size == 0 || (size > kLeast && size < 1 / kLeast); };
@@ -386,7 +386,7 @@ bool KernelSolver<T>::products_safe() const {
 // Set scaled_ and scaled_d_ to u and d times powers of two, scale_. A power is 1 if no largest magnitude exists (zeros
 // only, or an infinity or NaN).
 template <typename T>
-void KernelSolver<T>::bring_near_one() {
+void FilterSolver<T>::bring_near_one() {
   const int64_t numel = shape_.numel();
   const auto scaled = [numel](const T* from, double by, std::vector<T>& copy) {
     copy.resize(numel);
@@ -400,7 +400,7 @@ void KernelSolver<T>::bring_near_one() {
   if (scale_.metric != 1) scaled_d_ = scaled(d_, scale_.metric, scaled_d_copy_);
 }
 
-template class KernelSolver<float>;
-template class KernelSolver<double>;
+template class FilterSolver<float>;
+template class FilterSolver<double>;
 
 }  // namespace loco::ring_prox

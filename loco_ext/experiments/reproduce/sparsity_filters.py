@@ -1,4 +1,4 @@
-"""Pictures of trained kernels and their correlations, which the structured-sparsity draft announces."""
+"""Pictures of trained filters and their correlations, which the structured-sparsity draft announces."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.experiments.figures import write
 from loco_ext.foreign_checkpoints import read_checkpoint
 
-SHOWN = 16  # kernels in a row
+SHOWN = 16  # filters in a row
 
 
 def correlations(path: Path) -> list[float]:
@@ -20,7 +20,7 @@ def correlations(path: Path) -> list[float]:
 
 
 def mean_correlation(weight: Tensor) -> float:
-    """Return the mean magnitude of the correlation over pairs of kernels [C_out, ...]; 0 for kernels of one value.
+    """Return the mean magnitude of the correlation over pairs of filters [C_out, ...]; 0 for filters of one value.
 
     >>> round(mean_correlation(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]).view(3, 1, 1, 2)), 3)
     1.0
@@ -34,14 +34,14 @@ def mean_correlation(weight: Tensor) -> float:
 
 
 def save(networks: dict[str, dict[float, Path]], out: Path) -> None:
-    """Draw kernels of the first layer, means over channels, a row for each penalty and strength."""
+    """Draw filters of the first layer, means over channels, a row for each penalty and strength."""
     rows = [(f"{penalty}, {a:.2g}", path) for penalty, found in networks.items() for a, path in found.items()]
     figure = Figure(figsize=(0.7 * SHOWN, 0.95 * len(rows)), layout="constrained")
     for line, (title, path) in zip(figure.subplots(len(rows), SHOWN, squeeze=False), rows, strict=True):
-        kernels = _layers(path)[0].float().mean(1)
-        for axes, kernel in zip(line, kernels, strict=False):
-            largest = kernel.abs().max().item() or 1.0
-            axes.imshow(kernel.numpy(), cmap="RdBu", vmin=-largest, vmax=largest)
+        filters = _layers(path)[0].float().mean(1)
+        for axes, taps in zip(line, filters, strict=False):
+            largest = taps.abs().max().item() or 1.0
+            axes.imshow(taps.numpy(), cmap="RdBu", vmin=-largest, vmax=largest)
         for axes in line:
             axes.set_axis_off()
         line[0].set_title(title, size="small", loc="left")
