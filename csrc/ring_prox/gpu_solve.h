@@ -14,11 +14,12 @@
 namespace loco::ring_prox {
 
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kMostSums = 3;  // computed in one reduction
+constexpr int kMostMoments = Moments::kPowers + 1;  // sums computed in one reduction, at most
 
 // Partial sums of the warps. They are double-buffered so that one barrier per sum is enough.
-struct Scratch {
-  double parts[2][kMostSums][kMostWarps];
+union Scratch {
+  double parts[2][kMostMoments][kMostWarps];
+  float float_parts[2][kMostMoments + 1][kMostWarps];
 };
 
 // Binary operations for Sums::reduce. k is the index of the value among those reduced together.
@@ -41,10 +42,12 @@ struct AddButLast {
 template <typename T, class Weights>
 class Sums {
  public:
-  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch)
-      : weights_(weights), rings_(rings), scratch_(scratch) {}
+  // memory: solver_bytes of shared memory
+  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch, unsigned char* memory)
+      : weights_(weights), rings_(rings), scratch_(scratch), memory_(memory) {}
 
   LOCO_DEVICE int rings() const { return rings_; }
+  LOCO_DEVICE unsigned char* memory() const { return memory_; }
 
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
@@ -70,6 +73,12 @@ class Sums {
       values[k] = parts[0];
       for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(k, values[k], parts[w]);
     }
+  }
+
+  // Return the warps' partial sums for a reduction in float32.
+  LOCO_DEVICE float (&next_float_parts())[kMostMoments + 1][kMostWarps] {
+    buffer_ ^= !LOCO_MISTAKE(ring_turn);
+    return scratch_.float_parts[buffer_];
   }
 
   // Return a weight times the power of two that scaled_squares has found.
@@ -180,6 +189,7 @@ class Sums {
   const Weights& weights_;
   int rings_;
   Scratch& scratch_;
+  unsigned char* memory_;
   double scale_ = 1;
   int buffer_ = 0;
 };
