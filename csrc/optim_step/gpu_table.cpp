@@ -82,7 +82,7 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
   const int64_t of_solver = ring_prox::solver_bytes(shape.rings, is_double, has_metric);
   const bool on_chip = bytes + of_solver <= ring_prox::kMostStaged;
-  return {is_double, on_chip,   ring_prox::threads_for(shape),      0,
+  return {is_double, on_chip,   ring_prox::threads_for(shape),       0,
           1,         t.kernels, on_chip ? bytes + of_solver : bytes, of_solver};
 }
 

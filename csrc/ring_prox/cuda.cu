@@ -20,6 +20,7 @@
 #include "common/launch.h"
 #include "ring_prox/cuda.h"
 #include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_launch.h"
 #include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
 #include "ring_prox/gpu_table.h"
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) norms(const __grid_cons
   __shared__ Scratch scratch;
   __shared__ double squares[kMaxRings];
   LOCO_SHARED(memory);
-  const Kernel<T, staged> kernel(p, memory);
+  const Kernel<T, staged> kernel(p, blockIdx.x, memory);
   const int rings = p.rings.count;
   Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch, memory);
   const double scale = sums.scaled_squares({squares});
@@ -48,46 +49,13 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   __shared__ Scratch scratch;
   __shared__ Solver solver;
   LOCO_SHARED(memory);
-  const bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
-  const Kernel<T, staged> kernel(p, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
+  constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
+  const Kernel<T, staged> kernel(p, blockIdx.x, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
   Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch, memory);
-  solver.solve(sums, p.thresholds());
+  const Thresholds thresholds = p.thresholds(blockIdx.x);
+  solver.solve(sums, thresholds, OwnFactor{thresholds});
   kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
 }
-
-Parameters parameters_of(const CudaCall& call, const GpuTable& table, const unsigned char* memory) {
-  const auto weights = [&](const Placed& placed) {
-    const bool flat = placed.data && is_flat(placed, call.shape);
-    return Weights{placed.data, placed.kernel_stride, placed.channel_stride, placed.dtype, flat};
-  };
-  const auto doubles = [&](int64_t at) { return reinterpret_cast<const double*>(memory + at); };
-  return {weights(call.weight),
-          weights(call.metric),
-          weights(call.out),
-          reinterpret_cast<const Offsets*>(memory + table.offsets),
-          {reinterpret_cast<const Tap*>(memory + table.taps), reinterpret_cast<const uint32_t*>(memory + table.begins),
-           static_cast<uint32_t>(call.shape.channels), static_cast<uint32_t>(call.shape.taps), call.shape.rings,
-           call.shape.channels_fastest},
-          call.thresholds_on_device ? call.plain : doubles(table.plain),
-          call.thresholds_on_device || !call.squared ? call.squared : doubles(table.squared),
-          call.thresholds_stride};
-}
-
-// Launch configuration.
-struct Size {
-  unsigned blocks, threads;
-  unsigned bytes;  // of dynamic shared memory
-  bool staged;     // whether it can hold the filter
-
-  template <typename T>
-  static Size of(const CudaCall& call, bool in_metric) {
-    const int64_t bytes = call.shape.numel() * static_cast<int64_t>(sizeof(T)) * (call.metric.data ? 2 : 1);
-    const int64_t of_solver = solver_bytes(call.shape.rings, sizeof(T) == 8, in_metric);
-    const bool staged = bytes + of_solver <= kMostStaged;
-    return {static_cast<unsigned>(call.kernels), threads_for(call.shape),
-            static_cast<unsigned>(staged ? bytes + of_solver : of_solver), staged};
-  }
-};
 
 template <typename T, bool staged>
 void launch_prox(const CudaCall& call, const Size& size, const Parameters& p, void* stream) {

@@ -1,6 +1,6 @@
-// Solver for the l2 prox in a metric of a block's filter with weights in float32, by models (metric.h). As gpu_solve.h's
-// solver, but a pass over the weights has no float64 instruction, of which many GPUs execute two per cycle: moments are
-// summed in float32, and thread 0 alone solves in float64 for the scalars.
+// Solver for the l2 prox in a metric of a block's filter with weights in float32, by models (metric.h). As
+// gpu_solve.h's solver, but a pass over the weights has no float64 instruction, of which many GPUs execute two per
+// cycle: moments are summed in float32, and thread 0 alone solves in float64 for the scalars.
 //
 // Errors: a term rounds a few times in float32, as the CPU's terms do. The sum of the terms of ||x||^2 is compensated:
 // it is off by two roundings and 2^-48 for each term. Those of other moments, from which only steps between models are
@@ -70,7 +70,7 @@ struct RingSums<float, count> {
 #pragma unroll
       for (int k = 1; k < count; ++k) others[k] += other(others[k]);
     }
-    float(&parts)[kMostMoments + 1][kMostWarps] = sums.next_float_parts();
+    float (&parts)[kMostMoments + 1][kMostWarps] = sums.next_float_parts();
     if (threadIdx.x % 32 == 0) {
       const int warp = threadIdx.x / 32;
       parts[0][warp] = square.sum;
@@ -95,7 +95,7 @@ template <typename Part, bool at_zero, class Sums>
 LOCO_DEVICE void sum_moments(Sums& sums, int first, const double* c0, double* to) {
   constexpr int kPowers = Moments::kPowers;
   const int rings = sums.rings();
-LOCO_NO_UNROLL
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) {
     RingSums<Part, at_zero ? kPowers + 1 : kPowers> ring;
     const Part c = at_zero ? Part(0) : static_cast<Part>(c0[r]);
@@ -153,8 +153,8 @@ struct L2ByModels {
   bool more;          // whether the search needs another pass
   bool wide_damping;  // whether coefficients are beyond the range that float32 can damp by
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const int rings = sums.rings();
     SharedArrays a(sums.memory(), rings);
     sum_moments<float, true>(sums, 0, nullptr, a.begin);
@@ -201,7 +201,7 @@ struct L2ByModels {
       return of ? metric_penalty(left, of, thresholds.squared, alive, rings)
                 : l2_penalty(a.begin, nullptr, thresholds.squared, rings);
     };
-    solve_squared(thresholds, solve, penalty, a.coefficients);
+    find(solve, penalty, a.coefficients);
     keep(a, alive, rings);
     __syncthreads();
   }
@@ -219,7 +219,7 @@ struct L2ByModels {
     constexpr double kSafely = 0.01;
     if (!zero_is_wide && !are_safe<float>(a.weighed, 0, rings)) return false;
     bool same = true;
-LOCO_NO_UNROLL
+    LOCO_NO_UNROLL
     for (int i = 0; i < 2; ++i) {
       const double scale = zero_is_wide ? 1 : i == 0 ? 1 - kSafely : 1 + kSafely;
       LOCO_NO_UNROLL

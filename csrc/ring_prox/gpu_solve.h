@@ -76,7 +76,7 @@ class Sums {
   }
 
   // Return the warps' partial sums for a reduction in float32.
-  LOCO_DEVICE float (&next_float_parts())[kMostMoments + 1][kMostWarps] {
+  LOCO_DEVICE float (&next_float_parts()) [kMostMoments + 1][kMostWarps] {
     buffer_ ^= !LOCO_MISTAKE(ring_turn);
     return scratch_.float_parts[buffer_];
   }
@@ -194,6 +194,28 @@ class Sums {
   int buffer_ = 0;
 };
 
+// Return the sum of all threads' values, the same in every thread.
+LOCO_DEVICE double sum_of_block(double value, Scratch& scratch) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffff, value, lanes);
+  __syncthreads();  // the scratch memory is free
+  if (threadIdx.x % 32 == 0) scratch.parts[0][0][threadIdx.x / 32] = value;
+  __syncthreads();
+  double total = 0;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) total += scratch.parts[0][0][w];
+  return total;
+}
+
+// Finds the factor f of math.h for a filter by itself.
+struct OwnFactor {
+  const Thresholds& thresholds;
+
+  template <class Solve, class Penalty>
+  LOCO_DEVICE void operator()(const Solve& solve, const Penalty& penalty, const double* found) const {
+    solve_squared(thresholds, solve, penalty, found);
+  }
+};
+
 // An array that only thread 0 reads and writes; reads of other threads give 0 and their writes are dropped.
 struct OfLeader {
   struct Element {
@@ -208,13 +230,15 @@ struct OfLeader {
   LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
 };
 
-// Each of the following structs is the shared memory of one way to solve. solve(sums, thresholds) leaves in it what
-// shrunk(weight, its metric, its ring) needs, for all threads to read.
+// Each of the following structs is the shared memory of one way to solve. solve(sums, thresholds, find) leaves in it
+// what shrunk(weight, its metric, its ring) needs, for all threads to read. find(solve, penalty, found) takes the
+// arguments of solve_squared; its first call of solve comes before one of penalty(found). Thread 0 calls it, and others
+// may.
 struct L2 {
   double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares});
     const int rings = sums.rings();
     if (threadIdx.x == 0) {
@@ -223,7 +247,7 @@ struct L2 {
         chain(squares, t, rings, factors);
       };
       const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
-      solve_squared(thresholds, solve, penalty, factors);
+      find(solve, penalty, factors);
     }
     if (!LOCO_MISTAKE(ring_factors)) __syncthreads();
   }
@@ -252,8 +276,8 @@ struct L2InMetric {
   int first;             // first ring that does not vanish
   int weighed_exponent;  // exponent of the power of two that scales `weighed`
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
     const int exponent = sums.scale_weighed(weighed);
@@ -282,7 +306,7 @@ struct L2InMetric {
                  : l2_penalty(squares, nullptr, thresholds.squared, rings)) /
              scale;
     };
-    solve_squared(thresholds, solve, penalty, coefficients);
+    find(solve, penalty, coefficients);
   }
 
   template <typename T>
@@ -295,8 +319,8 @@ struct L2InMetric {
 struct Linf {
   double sizes[kMaxRings], t[kMaxRings], caps[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const int rings = sums.rings();
     const double scale = sums.scale_of_products();
     const auto above = [&](int n, OfLeader, double level) {
@@ -329,7 +353,7 @@ struct Linf {
     }
     __syncthreads();
     const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
-    solve_squared(thresholds, solve, penalty, caps);
+    find(solve, penalty, caps);
   }
 
   template <typename T>

@@ -118,6 +118,7 @@ LOCO_HD double l2_penalty(const double* squares, const double* factors, const do
 // function's value at at() to take() until that returns true.
 class RootSearch {
  public:
+  RootSearch() = default;
   LOCO_HD RootSearch(double lower, double f_lower, double upper, double f_upper)
       : x1_(upper), f1_(f_upper), x2_(lower), f2_(f_lower), part_(f_upper / (f_upper - f_lower)) {}
 

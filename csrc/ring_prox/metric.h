@@ -171,8 +171,8 @@ struct Moments {
 
 // The arrays of a search by models on the CPU. A GPU's block has pointers to shared memory under the same names.
 struct ModelArrays {
-  double c0[kMaxRings];  // where moments are to be summed
-  Moments sums;          // these moments
+  double c0[kMaxRings];                                // where moments are to be summed
+  Moments sums;                                        // these moments
   double coefficients[kMaxRings], squares[kMaxRings];  // the result: c of each ring, and its remaining sum of squares
   double pole[kMaxRings], moving[kMaxRings], derivatives[kMaxRings];  // scratch
 
@@ -281,15 +281,14 @@ class ModelSearch {
 
  private:
   template <class Arrays>
-  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* norms, const double* t, int first,
-                     int rings) {
+  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
     constexpr int kMostModels = 20;
     constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
     constexpr double kRoughly = 1e-6;   // relative error of sums in float32
     constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
     const MetricModel<Arrays> model(moments, arrays, first, rings, wide_ ? 1e-9 : 3e-5);
-    const double derivative = solve_metric(model, norms, t, first, rings, arrays.coefficients, arrays.derivatives,
-                                           arrays.c0[first]);
+    const double derivative =
+        solve_metric(model, norms, t, first, rings, arrays.coefficients, arrays.derivatives, arrays.c0[first]);
     double error = 0, least = kInfinity;
     LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) {
