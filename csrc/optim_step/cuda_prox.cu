@@ -36,18 +36,29 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   __shared__ T coefficients[kCachedWithProx];
   LOCO_SHARED(memory);
   if (!LOCO_MISTAKE(step_prox_found_inf) && is_set(p.found_inf)) return;
-  for (int64_t k = blockIdx.x; k < q.kernels; k += gridDim.x) {
+  for (uint32_t k = blockIdx.x; k < q.kernels; k += gridDim.x) {  // a launch has fewer than 2^31 filters
     const Chunk* const chunks = p.chunks + q.first_chunk;
     const Chunk chunk = chunks[q.find(chunks, k)];
-    const Prox& prox = q.proxes[p.entries[chunk.entry].prox];
-    const Rings rings = q.rings(prox);
-    const Task<Rule, T> task(p, chunk.entry, (k - (LOCO_MISTAKE(step_prox_kernel) ? 0 : chunk.index)) * rings.numel());
-    unsigned char* const filter = memory + ring_prox::solver_bytes(rings.count, sizeof(T) == 8, Rule::has_metric);
-    T* const weights = reinterpret_cast<T*>(on_chip ? filter : q.slots + blockIdx.x * q.slot_bytes);
-    const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
+    const auto prox_of = [&]() -> const Prox& { return q.proxes[p.entries[chunk.entry].prox]; };
+    const auto begin_of = [&](const Rings& rings) {
+      const int64_t of_entry = k - (LOCO_MISTAKE(step_prox_kernel) ? 0 : chunk.index);
+      return of_entry * rings.numel();
+    };
+    const auto ordered = [&](const Rings& rings) {
+      unsigned char* const filter = memory + ring_prox::solver_bytes(rings.count, sizeof(T) == 8, Rule::has_metric);
+      T* const weights = reinterpret_cast<T*>(on_chip ? filter : q.slots + blockIdx.x * q.slot_bytes);
+      return Ordered<T, on_chip>{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
+    };
     __syncthreads();  // all threads have written the previous filter
-    // A task of its own: what only the update reads takes no registers while the block solves.
-    update_kernel(Task<Rule, T>(p, chunk.entry, task.begin), kernel, coefficients);
+    {
+      // Rings and a task of its own: what only the update reads takes no registers while the block solves.
+      const Rings rings = q.rings(prox_of());
+      update_kernel(Task<Rule, T>(p, chunk.entry, begin_of(rings)), ordered(rings), coefficients);
+    }
+    const Prox& prox = prox_of();
+    const Rings rings = q.rings(prox);
+    const Task<Rule, T> task(p, chunk.entry, begin_of(rings));
+    const Ordered<T, on_chip> kernel = ordered(rings);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch, memory);

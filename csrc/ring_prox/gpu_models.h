@@ -46,10 +46,11 @@ struct RingSums {
 
   template <class Sums>
   LOCO_DEVICE void write(Sums& sums, double* to, int stride) {
-    sums.reduce(values, Add());
 #pragma unroll
-    for (int k = 0; k < count; ++k) {
-      if (threadIdx.x == 0) to[k * stride] = values[k];
+    for (int k = 0; k < count; ++k) {  // one by one: together they would take more shared memory, all the time
+      double value[1] = {values[k]};
+      sums.reduce(value, Add());
+      if (threadIdx.x == 0) to[k * stride] = value[0];
     }
   }
 };

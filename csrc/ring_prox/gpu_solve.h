@@ -14,11 +14,12 @@
 namespace loco::ring_prox {
 
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kMostMoments = Moments::kPowers + 1;  // sums computed in one reduction, at most
+constexpr int kMostSums = 3;                        // computed in one reduction in float64
+constexpr int kMostMoments = Moments::kPowers + 1;  // computed in one reduction in float32
 
 // Partial sums of the warps. They are double-buffered so that one barrier per sum is enough.
 union Scratch {
-  double parts[2][kMostMoments][kMostWarps];
+  double parts[2][kMostSums][kMostWarps];
   float float_parts[2][kMostMoments + 1][kMostWarps];
 };
 
