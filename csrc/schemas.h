@@ -12,6 +12,7 @@ namespace loco {
 // and where its sections and launches begin (bind_table.cpp).
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
+// joint_ring_prox, of all filters together, is for GPUs alone.
 //
 // The block-sparse operators take activations of shape [batch, pixels, channels] with the channels of a pixel
 // contiguous, and values of shape [blocks, groups, input channels of a group, output channels of a group]. The input
@@ -32,6 +33,9 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "
+      "Tensor");
+  m.def(
+      "joint_ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor squared, Tensor? metric, bool linf) -> "
       "Tensor");
   m.def("block_sparse_by_pixel(Tensor x) -> Tensor");
   m.def(

@@ -31,29 +31,41 @@ template <class Rule, typename T, bool on_chip>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     step_filters(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
   __shared__ ring_prox::Scratch scratch;
-  __shared__ std::conditional_t<Rule::has_metric, ring_prox::L2InMetric, ring_prox::L2> solver;
+  __shared__ std::conditional_t<Rule::has_metric, ring_prox::MetricSolver<T>, ring_prox::L2> solver;
   __shared__ double plain[kMaxRings], squared[kMaxRings];
   __shared__ T coefficients[kCachedWithProx];
   LOCO_SHARED(memory);
   if (!LOCO_MISTAKE(step_prox_found_inf) && is_set(p.found_inf)) return;
-  for (int64_t k = blockIdx.x; k < q.filters; k += gridDim.x) {
+  for (uint32_t k = blockIdx.x; k < q.filters; k += gridDim.x) {  // a launch has fewer than 2^31 filters
     const Chunk* const chunks = p.chunks + q.first_chunk;
     const Chunk chunk = chunks[q.find(chunks, k)];
-    const Prox& prox = q.proxes[p.entries[chunk.entry].prox];
-    const Rings rings = q.rings(prox);
-    const Task<Rule, T> task(p, chunk.entry, (k - (LOCO_MISTAKE(step_prox_filter) ? 0 : chunk.index)) * rings.numel());
-    T* const weights = reinterpret_cast<T*>(on_chip ? memory : q.slots + blockIdx.x * q.slot_bytes);
-    const Ordered<T, on_chip> filter{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
+    const auto prox_of = [&]() -> const Prox& { return q.proxes[p.entries[chunk.entry].prox]; };
+    const auto begin_of = [&](const Rings& rings) {
+      const int64_t of_entry = k - (LOCO_MISTAKE(step_prox_filter) ? 0 : chunk.index);
+      return of_entry * rings.numel();
+    };
+    const auto ordered = [&](const Rings& rings) {
+      unsigned char* const filter = memory + ring_prox::solver_bytes(rings.count, sizeof(T) == 8, Rule::has_metric);
+      T* const weights = reinterpret_cast<T*>(on_chip ? filter : q.slots + blockIdx.x * q.slot_bytes);
+      return Ordered<T, on_chip>{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
+    };
     __syncthreads();  // all threads have written the previous filter
-    // A task of its own: what only the update reads takes no registers while the block solves.
-    update_filter(Task<Rule, T>(p, chunk.entry, task.begin), filter, coefficients);
+    {
+      // Rings and a task of its own: what only the update reads takes no registers while the block solves.
+      const Rings rings = q.rings(prox_of());
+      update_filter(Task<Rule, T>(p, chunk.entry, begin_of(rings)), ordered(rings), coefficients);
+    }
+    const Prox& prox = prox_of();
+    const Rings rings = q.rings(prox);
+    const Task<Rule, T> task(p, chunk.entry, begin_of(rings));
+    const Ordered<T, on_chip> kernel = ordered(rings);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
-    ring_prox::Sums<T, Ordered<T, on_chip>> sums(filter, rings.count, scratch);
-    solver.solve(sums, thresholds);
+    ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch, memory);
+    solver.solve(sums, thresholds, ring_prox::OwnFactor{thresholds});
     write_filter(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
-      return solver.shrunk(filter.weight(i), filter.metric(i), walk.ring());
+      return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());
     });
   }
 }
@@ -63,11 +75,12 @@ int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.filters : s
 
 template <class Rule, typename T>
 void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
-  const auto blocks = static_cast<unsigned>(blocks_of(work)), bytes = static_cast<unsigned>(work.bytes);
+  const auto blocks = static_cast<unsigned>(blocks_of(work));
+  const auto bytes = static_cast<unsigned>(work.on_chip ? work.bytes : work.solver_bytes);
   if (work.on_chip) {
     LOCO_LAUNCH_SHARED((step_filters<Rule, T, true>), blocks, work.threads, bytes, stream, p, q);
   } else {
-    LOCO_LAUNCH((step_filters<Rule, T, false>), blocks, work.threads, stream, p, q);
+    LOCO_LAUNCH_SHARED((step_filters<Rule, T, false>), blocks, work.threads, bytes, stream, p, q);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "common/mistake.h"
 #include "optim_step/gpu_task.h"
+#include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_rings.h"
 #include "ring_prox/gpu_solve.h"
 

@@ -80,7 +80,10 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = shape_of(t);
   const bool is_double = t.w.dtype == DType::f64;
   const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
-  return {is_double, bytes <= ring_prox::kMostStaged, ring_prox::threads_for(shape), 0, 1, t.filters, bytes};
+  const int64_t of_solver = ring_prox::solver_bytes(shape.rings, is_double, has_metric);
+  const bool on_chip = bytes + of_solver <= ring_prox::kMostStaged;
+  return {is_double, on_chip,   ring_prox::threads_for(shape),       0,
+          1,         t.filters, on_chip ? bytes + of_solver : bytes, of_solver};
 }
 
 // Collects the table's sections, then writes them one after another. Maps and proxes that several tensors share
@@ -279,6 +282,7 @@ class Builder {
       ++work.count;
       work.filters += of_entry.filters;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
+      work.solver_bytes = std::max(work.solver_bytes, of_entry.solver_bytes);
     }
   }
 

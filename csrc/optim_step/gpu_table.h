@@ -107,7 +107,8 @@ struct ProxWork {
   unsigned threads;      // per block
   int64_t first, count;  // chunks
   int64_t filters;       // filters of all entries
-  int64_t bytes;         // the most that a filter takes in shared memory or in a slot of global memory
+  int64_t bytes;  // the most that a filter takes, with its solver in shared memory, or in a slot of global memory
+  int64_t solver_bytes;  // the most that a solver takes in shared memory
 };
 
 // The sections of a table while it is being built.

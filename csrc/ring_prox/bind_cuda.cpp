@@ -36,17 +36,18 @@ CudaCall call_of(const Reader& reader) {
   return {reader.filter_count(), reader.shape, placed(reader.view)};
 }
 
-// Copy the call's table to the weight's GPU and call launch(table, its device copy, stream). The device memory of the
-// copy is released at once: the caching allocator reuses it in stream order, after the kernels.
+// Copy the call's table, with `more` bytes behind it, to the weight's GPU and call launch(table, its device copy,
+// stream). The device memory of the copy is released at once: the caching allocator reuses it in stream order, after
+// the kernels.
 template <class Launch>
-void run(const CudaCall& call, const Reader& reader, const Tensor& weight, const Launch& launch) {
+void run(const CudaCall& call, const Reader& reader, const Tensor& weight, int64_t more, const Launch& launch) {
   if (call.filters == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(reader.place.index);
   void* stream = current_stream(reader.place.index);
   const GpuTable table = build(call);
   const auto size = static_cast<int64_t>(table.bytes.size());
-  const Tensor memory = torch::stable::new_empty(weight, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
-                                                 std::nullopt, std::nullopt);
+  const Tensor memory = torch::stable::new_empty(weight, {size + more}, torch::headeronly::ScalarType::Byte,
+                                                 std::nullopt, std::nullopt, std::nullopt);
   auto* bytes = static_cast<unsigned char*>(memory.mutable_data_ptr());
   upload(table.bytes.data(), bytes, size, stream);
   launch(table, bytes, stream);
@@ -58,14 +59,14 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   const Reader reader(weight, rings, count);
   Tensor out = empty_norms(weight, reader);
   const CudaCall call = call_of(reader);
-  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
+  run(call, reader, weight, 0, [&](const GpuTable& table, unsigned char* memory, void* stream) {
     norms_cuda(call, table, memory, out.mutable_data_ptr(), stream);
   });
   return out;
 }
 
-Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
-                 std::optional<Tensor> metric, bool linf) {
+Tensor prox(const Tensor& weight, const Ints& rings, const Tensor& thresholds, const std::optional<Tensor>& squared,
+            const std::optional<Tensor>& metric, bool linf, bool joint) {
   const Reader reader(weight, rings, thresholds.size(-1));
   const bool on_device = place_of(thresholds).type != Place::cpu().type;
   const ThresholdRows rows =
@@ -79,10 +80,21 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   call.thresholds_stride = rows.stride;
   call.thresholds_on_device = on_device;
   call.linf = linf;
-  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
-    prox_cuda(call, table, memory, stream);
+  const int64_t more = joint ? joint_bytes(call) : 0;
+  run(call, reader, weight, more, [&](const GpuTable& table, unsigned char* memory, void* stream) {
+    joint ? joint_prox_cuda(call, table, memory, stream) : prox_cuda(call, table, memory, stream);
   });
   return out;
+}
+
+Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
+                 std::optional<Tensor> metric, bool linf) {
+  return prox(weight, rings, thresholds, squared, metric, linf, false);
+}
+
+Tensor joint_ring_prox(Tensor weight, Ints rings, Tensor thresholds, Tensor squared, std::optional<Tensor> metric,
+                       bool linf) {
+  return prox(weight, rings, thresholds, squared, metric, linf, true);
 }
 
 }  // namespace
@@ -90,6 +102,7 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
 void implement_cuda(torch::stable::detail::StableLibrary& m) {
   m.impl("ring_norms", TORCH_BOX(&ring_norms));
   m.impl("ring_prox", TORCH_BOX(&ring_prox));
+  m.impl("joint_ring_prox", TORCH_BOX(&joint_ring_prox));
 }
 
 }  // namespace loco::ring_prox

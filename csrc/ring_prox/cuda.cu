@@ -15,10 +15,13 @@
 //    solves for the scalars of math.h (gpu_solve.h).
 // 3. Every weight is written once, in memory order.
 #include <cmath>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "ring_prox/cuda.h"
 #include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_launch.h"
+#include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
 #include "ring_prox/gpu_table.h"
 
@@ -32,9 +35,9 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) norms(const __grid_cons
   __shared__ Scratch scratch;
   __shared__ double squares[kMaxRings];
   LOCO_SHARED(memory);
-  const Kernel<T, staged> kernel(p, memory);
+  const Kernel<T, staged> kernel(p, blockIdx.x, memory);
   const int rings = p.rings.count;
-  Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch);
+  Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch, memory);
   const double scale = sums.scaled_squares({squares});
   for (int r = threadIdx.x; r < rings; r += blockDim.x) {
     out[int64_t{blockIdx.x} * rings + r] = static_cast<T>(std::sqrt(squares[r]) / scale);
@@ -46,65 +49,36 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   __shared__ Scratch scratch;
   __shared__ Solver solver;
   LOCO_SHARED(memory);
-  const Kernel<T, staged> kernel(p, memory);
-  Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch);
-  solver.solve(sums, p.thresholds());
+  constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
+  const Kernel<T, staged> kernel(p, blockIdx.x, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
+  Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch, memory);
+  const Thresholds thresholds = p.thresholds(blockIdx.x);
+  solver.solve(sums, thresholds, OwnFactor{thresholds});
   kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
 }
-
-Parameters parameters_of(const CudaCall& call, const GpuTable& table, const unsigned char* memory) {
-  const auto weights = [&](const Placed& placed) {
-    const bool flat = placed.data && is_flat(placed, call.shape);
-    return Weights{placed.data, placed.filter_stride, placed.channel_stride, placed.dtype, flat};
-  };
-  const auto doubles = [&](int64_t at) { return reinterpret_cast<const double*>(memory + at); };
-  return {weights(call.weight),
-          weights(call.metric),
-          weights(call.out),
-          reinterpret_cast<const Offsets*>(memory + table.offsets),
-          {reinterpret_cast<const Tap*>(memory + table.taps), reinterpret_cast<const uint32_t*>(memory + table.begins),
-           static_cast<uint32_t>(call.shape.channels), static_cast<uint32_t>(call.shape.taps), call.shape.rings,
-           call.shape.channels_fastest},
-          call.thresholds_on_device ? call.plain : doubles(table.plain),
-          call.thresholds_on_device || !call.squared ? call.squared : doubles(table.squared),
-          call.thresholds_stride};
-}
-
-// Launch configuration.
-struct Size {
-  unsigned blocks, threads;
-  unsigned staged;  // bytes of shared memory; 0 if the filter is too large to stage
-
-  template <typename T>
-  static Size of(const CudaCall& call) {
-    const int64_t bytes = call.shape.numel() * static_cast<int64_t>(sizeof(T)) * (call.metric.data ? 2 : 1);
-    return {static_cast<unsigned>(call.filters), threads_for(call.shape),
-            bytes <= kMostStaged ? static_cast<unsigned>(bytes) : 0};
-  }
-};
 
 template <typename T, bool staged>
 void launch_prox(const CudaCall& call, const Size& size, const Parameters& p, void* stream) {
   if (call.linf) {
-    LOCO_LAUNCH_SHARED((prox<Linf, T, staged>), size.blocks, size.threads, size.staged, stream, p);
+    LOCO_LAUNCH_SHARED((prox<Linf, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
   } else if (call.metric.data) {
-    LOCO_LAUNCH_SHARED((prox<L2InMetric, T, staged>), size.blocks, size.threads, size.staged, stream, p);
+    LOCO_LAUNCH_SHARED((prox<MetricSolver<T>, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
   } else {
-    LOCO_LAUNCH_SHARED((prox<L2, T, staged>), size.blocks, size.threads, size.staged, stream, p);
+    LOCO_LAUNCH_SHARED((prox<L2, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
   }
 }
 
 template <typename T>
 void launch_prox(const CudaCall& call, const Parameters& p, void* stream) {
-  const Size size = Size::of<T>(call);
+  const Size size = Size::of<T>(call, call.metric.data && !call.linf);
   size.staged ? launch_prox<T, true>(call, size, p, stream) : launch_prox<T, false>(call, size, p, stream);
 }
 
 template <typename T>
 void launch_norms(const CudaCall& call, const Parameters& p, T* out, void* stream) {
-  const Size size = Size::of<T>(call);
+  const Size size = Size::of<T>(call, false);
   if (size.staged) {
-    LOCO_LAUNCH_SHARED((norms<T, true>), size.blocks, size.threads, size.staged, stream, p, out);
+    LOCO_LAUNCH_SHARED((norms<T, true>), size.blocks, size.threads, size.bytes, stream, p, out);
   } else {
     LOCO_LAUNCH_SHARED((norms<T, false>), size.blocks, size.threads, 0, stream, p, out);
   }

@@ -37,4 +37,8 @@ struct CudaCall {
 void norms_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* norms, void* stream);
 void prox_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* stream);
 
+// The prox of all filters together, with call.squared. Behind the table's bytes, memory has joint_bytes more.
+void joint_prox_cuda(const CudaCall& call, const GpuTable& table, unsigned char* memory, void* stream);
+inline int64_t joint_bytes(const CudaCall& call) { return 2 * call.filters * static_cast<int64_t>(sizeof(double)); }
+
 }  // namespace loco::ring_prox

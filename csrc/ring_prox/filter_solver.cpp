@@ -219,8 +219,16 @@ void FilterSolver<T>::find_coefficients(const double* norms, const double* t, in
   const int rings = shape_.rings;
   if (first == rings) return;  // all rings vanish
   if (moderate_) {
-    const auto sum = [&](bool wide, const double* c, Moments& to) { sum_moments(wide, c, to); };
-    return solve_by_models<T>(zero_, sum, norms, t, first, rings, coefficients, left);
+    ModelArrays arrays;
+    ModelSearch<T> search;
+    bool more = search.begin(zero_.view(), arrays, norms, t, first, rings);
+    do {
+      if (more) sum_moments(search.wide(), arrays.c0, arrays.sums);
+      more = search.next(zero_.view(), arrays, norms, t, first, rings);
+    } while (more);
+    std::copy(arrays.coefficients + first, arrays.coefficients + rings, coefficients + first);
+    std::copy(arrays.squares + first, arrays.squares + rings, left + first);
+    return;
   }
   const AllWeights weights{*this};
   const DirectSums<const AllWeights> sums{weights};

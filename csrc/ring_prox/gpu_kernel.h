@@ -24,8 +24,8 @@ struct Parameters {
   const double *plain, *squared;
   int64_t thresholds_stride;
 
-  LOCO_DEVICE Thresholds thresholds() const {
-    const int64_t at = blockIdx.x * thresholds_stride;
+  LOCO_DEVICE Thresholds thresholds(int64_t filter) const {
+    const int64_t at = filter * thresholds_stride;
     return {plain + at, squared ? squared + at : nullptr};
   }
 };
@@ -40,12 +40,13 @@ LOCO_DEVICE void split(const void* data, uint32_t count, const Vector& vector, c
   if (threadIdx.x < span.ends()) one(span.end(threadIdx.x));  // fewer than 32 ends, and a block has at least 32 threads
 }
 
-// The filter of this block. T is the compute type of the weights; `staged` tells whether they are copied to shared
-// memory.
+// The filter that this block works on. T is the compute type of the weights; `staged` tells whether they are copied to
+// shared memory.
 template <typename T, bool staged>
 class Kernel {
  public:
-  LOCO_DEVICE Kernel(const Parameters& p, unsigned char* memory) : p_(p), ordered_(in_ring_order(p, memory)) {
+  LOCO_DEVICE Kernel(const Parameters& p, int64_t filter, unsigned char* memory)
+      : p_(p), filter_(filter), ordered_(in_ring_order(p, memory)) {
     if constexpr (staged) {
       stage(p.weight, kWeight, ordered_.weights);
       if (p.metric.data) stage(p.metric, kMetric, ordered_.metrics);
@@ -111,9 +112,9 @@ class Kernel {
   }
 
   // Return the first weight of the block's filter.
-  static LOCO_DEVICE void* of_block(const Weights& weights) {
+  LOCO_DEVICE void* of_block(const Weights& weights) const {
     return static_cast<char*>(weights.data) +
-           blockIdx.x * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.filter_stride) * element_size(weights.dtype);
+           filter_ * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.filter_stride) * element_size(weights.dtype);
   }
 
   LOCO_DEVICE int64_t offset(const Weights& weights, OperandOf which, uint32_t tap, uint32_t channel) const {
@@ -157,6 +158,7 @@ class Kernel {
   }
 
   const Parameters& p_;
+  int64_t filter_;
   Ordered<T, true> ordered_;
 };
 

@@ -14,11 +14,13 @@
 namespace loco::ring_prox {
 
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kMostSums = 3;  // computed in one reduction
+constexpr int kMostSums = 3;                        // computed in one reduction in float64
+constexpr int kMostMoments = Moments::kPowers + 1;  // computed in one reduction in float32
 
 // Partial sums of the warps. They are double-buffered so that one barrier per sum is enough.
-struct Scratch {
+union Scratch {
   double parts[2][kMostSums][kMostWarps];
+  float float_parts[2][kMostMoments + 1][kMostWarps];
 };
 
 // Binary operations for Sums::reduce. k is the index of the value among those reduced together.
@@ -41,10 +43,12 @@ struct AddButLast {
 template <typename T, class Weights>
 class Sums {
  public:
-  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch)
-      : weights_(weights), rings_(rings), scratch_(scratch) {}
+  // memory: solver_bytes of shared memory
+  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch, unsigned char* memory)
+      : weights_(weights), rings_(rings), scratch_(scratch), memory_(memory) {}
 
   LOCO_DEVICE int rings() const { return rings_; }
+  LOCO_DEVICE unsigned char* memory() const { return memory_; }
 
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
@@ -70,6 +74,12 @@ class Sums {
       values[k] = parts[0];
       for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(k, values[k], parts[w]);
     }
+  }
+
+  // Return the warps' partial sums for a reduction in float32.
+  LOCO_DEVICE float (&next_float_parts()) [kMostMoments + 1][kMostWarps] {
+    buffer_ ^= !LOCO_MISTAKE(ring_turn);
+    return scratch_.float_parts[buffer_];
   }
 
   // Return a weight times the power of two that scaled_squares has found.
@@ -180,8 +190,31 @@ class Sums {
   const Weights& weights_;
   int rings_;
   Scratch& scratch_;
+  unsigned char* memory_;
   double scale_ = 1;
   int buffer_ = 0;
+};
+
+// Return the sum of all threads' values, the same in every thread.
+LOCO_DEVICE double sum_of_block(double value, Scratch& scratch) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffff, value, lanes);
+  __syncthreads();  // the scratch memory is free
+  if (threadIdx.x % 32 == 0) scratch.parts[0][0][threadIdx.x / 32] = value;
+  __syncthreads();
+  double total = 0;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) total += scratch.parts[0][0][w];
+  return total;
+}
+
+// Finds the factor f of math.h for a filter by itself.
+struct OwnFactor {
+  const Thresholds& thresholds;
+
+  template <class Solve, class Penalty>
+  LOCO_DEVICE void operator()(const Solve& solve, const Penalty& penalty, const double* found) const {
+    solve_squared(thresholds, solve, penalty, found);
+  }
 };
 
 // An array that only thread 0 reads and writes; reads of other threads give 0 and their writes are dropped.
@@ -198,13 +231,15 @@ struct OfLeader {
   LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
 };
 
-// Each of the following structs is the shared memory of one way to solve. solve(sums, thresholds) leaves in it what
-// shrunk(weight, its metric, its ring) needs, for all threads to read.
+// Each of the following structs is the shared memory of one way to solve. solve(sums, thresholds, find) leaves in it
+// what shrunk(weight, its metric, its ring) needs, for all threads to read. find(solve, penalty, found) takes the
+// arguments of solve_squared; its first call of solve comes before one of penalty(found). Thread 0 calls it, and others
+// may.
 struct L2 {
   double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares});
     const int rings = sums.rings();
     if (threadIdx.x == 0) {
@@ -213,7 +248,7 @@ struct L2 {
         chain(squares, t, rings, factors);
       };
       const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
-      solve_squared(thresholds, solve, penalty, factors);
+      find(solve, penalty, factors);
     }
     if (!LOCO_MISTAKE(ring_factors)) __syncthreads();
   }
@@ -242,8 +277,8 @@ struct L2InMetric {
   int first;             // first ring that does not vanish
   int weighed_exponent;  // exponent of the power of two that scales `weighed`
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
     const int exponent = sums.scale_weighed(weighed);
@@ -272,7 +307,7 @@ struct L2InMetric {
                  : l2_penalty(squares, nullptr, thresholds.squared, rings)) /
              scale;
     };
-    solve_squared(thresholds, solve, penalty, coefficients);
+    find(solve, penalty, coefficients);
   }
 
   template <typename T>
@@ -285,8 +320,8 @@ struct L2InMetric {
 struct Linf {
   double sizes[kMaxRings], t[kMaxRings], caps[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Find>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const int rings = sums.rings();
     const double scale = sums.scale_of_products();
     const auto above = [&](int n, OfLeader, double level) {
@@ -319,7 +354,7 @@ struct Linf {
     }
     __syncthreads();
     const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
-    solve_squared(thresholds, solve, penalty, caps);
+    find(solve, penalty, caps);
   }
 
   template <typename T>

@@ -8,12 +8,13 @@
 #include <cstring>
 #include <vector>
 
+#include "common/platform.h"
 #include "ring_prox/cuda.h"
 
 namespace loco::ring_prox {
 
 constexpr unsigned kMostThreads = 256;     // per block
-constexpr int64_t kMostStaged = 40 << 10;  // bytes of weights and metrics that a block loads into shared memory
+constexpr int64_t kMostStaged = 40 << 10;  // bytes of shared memory for a filter and its solver
 
 constexpr int64_t kAlignment = 16;  // of a table's sections, in bytes
 
@@ -29,6 +30,12 @@ int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count
 
 // Return the number of threads per filter: the fewest warps that leave each thread few enough weights.
 unsigned threads_for(const Shape& shape);
+
+// Return the bytes of shared memory of a solver that depend on the number of rings: the arrays of SharedArrays.
+LOCO_HD int64_t solver_bytes(int rings, bool is_double, bool in_metric) {
+  constexpr int64_t kArrays = 17;
+  return is_double || !in_metric ? 0 : (kArrays * static_cast<int64_t>(sizeof(double)) * rings + 15) / 16 * 16;
+}
 
 enum OperandOf { kWeight, kMetric, kOut, kOperands };
 
@@ -55,6 +62,7 @@ struct GpuTable {
   // Byte offsets of the sections: Offsets and Tap [taps], begins of the ring order [rings + 1], t and q of math.h
   // [filters or 1, rings]. Only the sections that the call needs are present: thresholds on the device are not copied.
   int64_t offsets, taps, begins, plain, squared;
+  int64_t arrived;  // of a zero, the count of meet_grid
 };
 
 GpuTable build(const CudaCall& call);

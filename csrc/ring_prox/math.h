@@ -69,6 +69,7 @@ struct Thresholds {
 
 // Write out = scale * (t + factor q). Where q is 0, out is scale * t even if the factor is infinite.
 LOCO_HD void merge(const Thresholds& thresholds, int rings, double factor, double scale, double* out) {
+  LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
     const double q = thresholds.squared && thresholds.squared[n] != 0 ? factor * thresholds.squared[n] : 0;
     out[n] = (thresholds.plain[n] + q) * scale;
@@ -79,6 +80,7 @@ LOCO_HD void merge(const Thresholds& thresholds, int rings, double factor, doubl
 LOCO_HD int chain(const double* squares, const double* t, int rings, double* factors) {
   double b = 0;
   int first = 0;
+  LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
     const double a = std::sqrt(b * b + squares[n]);
     if (t[n] == 0 || a == kInfinity) {
@@ -93,6 +95,7 @@ LOCO_HD int chain(const double* squares, const double* t, int rings, double* fac
       factors[n] = b / a;
     }
   }
+  LOCO_NO_UNROLL
   for (int n = rings - 2; n >= 0; --n) factors[n] *= factors[n + 1];
   return first;
 }
@@ -101,6 +104,7 @@ LOCO_HD int chain(const double* squares, const double* t, int rings, double* fac
 // all ones.
 LOCO_HD double l2_penalty(const double* squares, const double* factors, const double* q, int rings) {
   double sum = 0, penalty = 0;
+  LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
     const double factor = factors ? factors[n] : 1;
     if (factor != 0) sum += factor * factor * squares[n];
@@ -114,6 +118,7 @@ LOCO_HD double l2_penalty(const double* squares, const double* factors, const do
 // function's value at at() to take() until that returns true.
 class RootSearch {
  public:
+  RootSearch() = default;
   LOCO_HD RootSearch(double lower, double f_lower, double upper, double f_upper)
       : x1_(upper), f1_(f_upper), x2_(lower), f2_(f_lower), part_(f_upper / (f_upper - f_lower)) {}
 
@@ -159,6 +164,7 @@ LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0
 // caps.
 template <class Sums, class Array>
 LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array caps) {
+  LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
     caps[n] = kInfinity;
     if (t[n] == 0) continue;
@@ -184,6 +190,7 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array cap
 // may be null: nothing is clipped.
 LOCO_HD double linf_penalty(const double* sizes, const double* caps, const double* q, int rings) {
   double largest = 0, penalty = 0;
+  LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
     const double size = caps && sizes[n] > caps[n] ? caps[n] : sizes[n];
     largest = size > largest || is_nan(size) ? size : largest;
@@ -198,22 +205,19 @@ template <class Solve, class Penalty>
 LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty,
                            const double* found) {
   constexpr double kTolerance = 4e-16;
-  double factor = 0;
-  if (thresholds.squared) {
-    const double upper = 2 * penalty(nullptr);
-    const auto miss = [&](double value) {
-      solve(value);
-      return value - 2 * penalty(found);
-    };
-    factor = upper == kInfinity ? 0 : upper;
-    const double of_upper = factor > 0 ? miss(factor) : 0;
-    if (of_upper > 0) {
-      RootSearch search(0, -factor, factor, of_upper);
-      for (int i = 0; i < kMostTrials && !search.take(miss(search.at()), kTolerance); ++i) continue;
-      factor = search.best();
-    }
+  const double upper = thresholds.squared ? 2 * penalty(nullptr) : 0;
+  double factor = upper == kInfinity ? 0 : upper;
+  RootSearch search(0, -1, 1, 1);
+  bool last = !(factor > 0);
+  for (int i = 0;; ++i) {  // a single call, as `solve` is inlined
+    solve(factor);
+    if (last) return;
+    const double miss = factor - 2 * penalty(found);
+    if (i == 0 && !(miss > 0)) return;
+    if (i == 0) search = RootSearch(0, -factor, factor, miss);
+    last = (i > 0 && search.take(miss, kTolerance)) || i == kMostTrials;
+    factor = last ? search.best() : search.at();
   }
-  solve(factor);
 }
 
 }  // namespace loco::ring_prox

@@ -7,9 +7,9 @@
 // way is negative, and a negative c shows that it is too small. It takes the sums over each ring from one of two
 // sources:
 //
-// DirectSums   sums over the weights, for each c anew. CUDA blocks use it, whose weights lie in shared memory, and so
-//              does the CPU for weights and metrics of extreme magnitudes.
-// MetricModel  a model of these sums around values c0 of c at which their moments are known. solve_by_models solves one
+// DirectSums   sums over the weights, for each c anew. CUDA blocks use it for weights in float64, and so does the CPU
+//              for weights and metrics of extreme magnitudes.
+// MetricModel  a model of these sums around values c0 of c at which their moments are known. ModelSearch solves one
 //              model after the other, which takes the fewest passes over the weights.
 //
 // All arrays are contiguous float64 [rings]. One CPU thread or one CUDA block runs this code for one filter.
@@ -44,6 +44,7 @@ struct Shot {
 // of u on rings 0..r.
 LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
   double least = 0;
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
   return least;
 }
@@ -56,6 +57,7 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
                    Array derivatives) {
   double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
   Shot lacking{0, 0};
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) {
     if (c < least) {
       lacking = {lacking.miss + (c - least), lacking.derivative + derivative};
@@ -89,6 +91,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
   if (start > c) c = start;
   if (start / 2 > lower) lower = start / 2;
   if (!(c > 0 && c < kInfinity)) {
+    LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) coefficients[r] = c;
     return 0;
   }
@@ -107,6 +110,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
     step = next - c;
     c = next;
   }
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) {
     const double found = coefficients[r] + derivatives[r] * step;
     coefficients[r] = found < 0 ? 0 : found;
@@ -118,6 +122,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
 template <class Sums>
 LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
   double sum = 0, penalty = 0;
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) {
     sum += sums(r, coefficients[r]).squares;
     if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
@@ -145,7 +150,15 @@ struct DirectSums {
   }
 };
 
-// Sums over each ring for x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
+// Sums over each ring for x = u d / (d + c): power(k)[r] = sum x^2 / (d + c)^k.
+struct MomentsView {
+  const double* sums;
+  int stride;
+
+  LOCO_HD const double* power(int k) const { return sums + k * stride; }
+};
+
+// Memory of moments: power[k][r].
 struct Moments {
   static constexpr int kPowers = 4;
   double power[kPowers][kMaxRings];
@@ -153,6 +166,17 @@ struct Moments {
   void clear(int rings) {
     for (auto& sums : power) std::fill(sums, sums + rings, 0.0);
   }
+  MomentsView view() const { return {power[0], kMaxRings}; }
+};
+
+// The arrays of a search by models on the CPU. A GPU's block has pointers to shared memory under the same names.
+struct ModelArrays {
+  double c0[kMaxRings];                                // where moments are to be summed
+  Moments sums;                                        // these moments
+  double coefficients[kMaxRings], squares[kMaxRings];  // the result: c of each ring, and its remaining sum of squares
+  double pole[kMaxRings], moving[kMaxRings], derivatives[kMaxRings];  // scratch
+
+  MomentsView moments() const { return sums.view(); }
 };
 
 // A model of the sums over a ring for values of c other than c0, at which the moments are known.
@@ -164,100 +188,138 @@ struct Moments {
 //
 // The model has the right value and two derivatives at c0, is exact if all d are equal, and is nowhere too small beyond
 // c0. So from c0 = 0 the solutions of successive models rise to the one sought, and each step cubes the error.
+template <class Arrays>
 class MetricModel {
  public:
-  // Model the rings from `first` on. c0 is [rings], where the moments were taken; for tolerance see solve_metric.
-  MetricModel(const Moments& moments, const double* c0, int first, int rings, double tolerance)
-      : moments_(moments), c0_(c0), tolerance_(tolerance) {
+  // Model the rings from `first` on. The moments were taken at arrays.c0; for tolerance see solve_metric.
+  LOCO_HD MetricModel(MomentsView moments, Arrays& arrays, int first, int rings, double tolerance)
+      : moments_(moments), arrays_(arrays), tolerance_(tolerance) {
+    LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) {
-      const double slope = moments.power[1][r], bend = moments.power[2][r], square = moments.power[0][r];
-      pole_[r] = bend > 0 ? bend / slope : 0;
+      const double slope = moments.power(1)[r], bend = moments.power(2)[r], square = moments.power(0)[r];
+      arrays.pole[r] = bend > 0 ? bend / slope : 0;
       const double moving = bend > 0 ? slope * slope / bend : 0;
-      moving_[r] = moving < square ? moving : square;
+      arrays.moving[r] = moving < square ? moving : square;
     }
   }
 
-  double tolerance() const { return tolerance_; }
+  LOCO_HD double tolerance() const { return tolerance_; }
 
-  Damped operator()(int r, double c) const {
-    const double step = c < c0_[r] / 2 ? -c0_[r] / 2 : c - c0_[r];  // the model has a pole far below c0
-    const double factor = 1 / (1 + step * pole_[r]), moved = moving_[r] * factor * factor;
-    return {moments_.power[0][r] - moving_[r] + moved, moved * pole_[r] * factor};
+  LOCO_HD Damped operator()(int r, double c) const {
+    const double c0 = arrays_.c0[r], pole = arrays_.pole[r], moving = arrays_.moving[r];
+    const double step = c < c0 / 2 ? -c0 / 2 : c - c0;  // the model has a pole far below c0
+    const double factor = 1 / (1 + step * pole), moved = moving * factor * factor;
+    return {moments_.power(0)[r] - moving + moved, moved * pole * factor};
   }
 
   // Return the error of a sum, relative to the sum at c0: the first term of Taylor's series that the model lacks, plus
   // the error of the derivative, which is relatively off by `rounding`.
-  double error(int r, double c, double rounding) const {
-    const double step = std::fabs(c - c0_[r]);
-    const double off = 4 * step * step * step * moments_.power[3][r] + 2 * rounding * step * moments_.power[1][r];
-    return off > 0 ? off / moments_.power[0][r] : 0;
+  LOCO_HD double error(int r, double c, double rounding) const {
+    const double step = std::fabs(c - arrays_.c0[r]);
+    const double off = 4 * step * step * step * moments_.power(3)[r] + 2 * rounding * step * moments_.power(1)[r];
+    return off > 0 ? off / moments_.power(0)[r] : 0;
   }
 
  private:
-  const Moments& moments_;
-  const double* c0_;
+  MomentsView moments_;
+  Arrays& arrays_;
   double tolerance_;
-  double pole_[kMaxRings], moving_[kMaxRings];
 };
 
 // Return whether the sums of rings from `first` on are far from where squares of T vanish or overflow.
 template <typename T>
-bool are_safe(const double* sums, int first, int rings) {
+LOCO_HD bool are_safe(const double* sums, int first, int rings) {
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
   bool all = true;
+  LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
   return all;
 }
 
-// Write c of each ring from `first` on, and to squares each ring's remaining sum of squares, by solving one model after
-// the other. zero: the moments for c = 0. sum(wide, c0, moments) writes the moments for c = c0; floats are summed in
-// float32 (not wide) as long as the error of that moves no weight by much more than rounding does. T: float or double.
-template <typename T, class Sum>
-void solve_by_models(const Moments& zero, const Sum& sum, const double* norms, const double* t, int first, int rings,
-                     double* coefficients, double* squares) {
-  constexpr int kMostModels = 20;
-  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
-  constexpr double kRoughly = 1e-6;   // relative error of sums in float32
-  constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
-  double c0[kMaxRings], derivatives[kMaxRings];
-  Moments moments;
-  bool from_zero = true;
-  for (int r = first; r < rings; ++r) from_zero &= zero.power[3][r] < kInfinity;
-  bool wide = sizeof(T) == 8 || !are_safe<T>(zero.power[3], first, rings);
-  const auto sum_up = [&] {
-    std::fill(c0, c0 + first, 0.0);
-    sum(wide, c0, moments);
-    if (wide || (are_safe<T>(moments.power[0], first, rings) && are_safe<T>(moments.power[3], first, rings))) return;
-    wide = true;
-    sum(wide, c0, moments);
-  };
-  for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
-  if (!from_zero) sum_up();
-  for (int i = 0; i < kMostModels; ++i) {
-    const MetricModel model(i == 0 && from_zero ? zero : moments, c0, first, rings, wide ? 1e-9 : 3e-5);
-    const double derivative = solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
+// Finds c of each ring by solving one model after the other. It needs sums over the weights between two models, which
+// the caller makes, on as many threads as it has:
+//
+//   bool more = search.begin(...);
+//   do {
+//     if (more) sum arrays.moments() for c = arrays.c0;
+//   } while (more = search.next(...));
+//
+// Weights of float are summed in float32 (not wide()) as long as the error of that moves no weight by much more than
+// rounding does. T: float or double. Arrays: as ModelArrays, the same in each call.
+template <typename T>
+class ModelSearch {
+ public:
+  // Begin with the moments for c = 0. Return whether next() needs moments for arrays.c0 first.
+  template <class Arrays>
+  LOCO_HD bool begin(MomentsView zero, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+    solved_ = 0;
+    from_zero_ = true;
+    LOCO_NO_UNROLL
+    for (int r = first; r < rings; ++r) from_zero_ &= zero.power(3)[r] < kInfinity;
+    wide_ = sizeof(T) == 8 || !are_safe<T>(zero.power(3), first, rings);
+    LOCO_NO_UNROLL
+    for (int r = 0; r < rings; ++r) {
+      arrays.c0[r] = r < first || from_zero_ ? 0 : least_coefficient(norms, t, r, rings);
+    }
+    return !from_zero_;
+  }
+
+  // Solve a model. Return whether another one has to be solved, with moments for arrays.c0.
+  template <class Arrays>
+  LOCO_HD bool next(MomentsView zero, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+    const bool at_zero = solved_ == 0 && from_zero_;
+    const MomentsView moments = at_zero ? zero : arrays.moments();
+    if (!at_zero && !wide_ &&
+        !(are_safe<T>(moments.power(0), first, rings) && are_safe<T>(moments.power(3), first, rings))) {
+      return wide_ = true;
+    }
+    return solve(moments, arrays, norms, t, first, rings);
+  }
+
+  // Return whether moments are to be summed in float64.
+  LOCO_HD bool wide() const { return wide_; }
+
+ private:
+  template <class Arrays>
+  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+    constexpr int kMostModels = 20;
+    constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
+    constexpr double kRoughly = 1e-6;   // relative error of sums in float32
+    constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
+    const MetricModel<Arrays> model(moments, arrays, first, rings, wide_ ? 1e-9 : 3e-5);
+    const double derivative =
+        solve_metric(model, norms, t, first, rings, arrays.coefficients, arrays.derivatives, arrays.c0[first]);
     double error = 0, least = kInfinity;
+    LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) {
-      const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
-      squares[r] = model(r, c).squares;
+      const double c = arrays.coefficients[r], of_ring = model.error(r, c, wide_ ? 0 : kRoughly);
+      arrays.squares[r] = model(r, c).squares;
       error = of_ring > error ? of_ring : error;
       least = c > 0 && c < least ? c : least;
     }
-    if (derivative == 0) return;
-    if (wide && coefficients[first] > kVanished * least_coefficient(norms, t, first, rings)) {
-      std::fill(coefficients + first, coefficients + rings, kInfinity);
-      return std::fill(squares + first, squares + rings, 0.0);
+    if (derivative == 0) return false;
+    const double c = arrays.coefficients[first];
+    if (wide_ && c > kVanished * least_coefficient(norms, t, first, rings)) {
+      LOCO_NO_UNROLL
+      for (int r = first; r < rings; ++r) arrays.coefficients[r] = kInfinity, arrays.squares[r] = 0;
+      return false;
     }
     // The relative error of c is half of that of its sum, divided by the derivative, and the relative error of a weight
     // is at most a fourth of that of c.
-    const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
-    const bool coarse = !wide && !(sensitivity <= kModerate);
-    if (!coarse && !(error * sensitivity > kAllowed)) return;
-    wide |= coarse;
+    const double sensitivity = c / (8 * least * std::fabs(derivative));
+    const bool coarse = !wide_ && !(sensitivity <= kModerate);
+    if (!coarse && !(error * sensitivity > kAllowed)) return false;
+    wide_ |= coarse;
     // If the solution depends on the last digits of the float32 sums, it is far off and no use as a start.
-    if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
-    sum_up();
+    if (!coarse || sensitivity < kHopeless) {
+      LOCO_NO_UNROLL
+      for (int r = first; r < rings; ++r) arrays.c0[r] = arrays.coefficients[r];
+    }
+    return ++solved_ < kMostModels;
   }
-}
+
+  int solved_;
+  bool wide_, from_zero_;
+};
 
 }  // namespace loco::ring_prox

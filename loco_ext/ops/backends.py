@@ -96,6 +96,11 @@ def operators() -> Any:
     return torch.ops.loco_ext
 
 
+def runs_gpu_kernels(device: torch.device) -> bool:
+    """Return whether compiled operators on this device are those for GPUs."""
+    return device.type == "cuda"
+
+
 def missing(family: str, name: str, device: torch.device | str) -> str | None:
     """Return why backend ``name`` cannot run ``family`` on a device, or None if it can."""
     device = torch.device(device)

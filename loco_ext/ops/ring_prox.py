@@ -164,7 +164,9 @@ def ring_prox(
     weight, rings = weight.detach(), list(rings)
     if not joint or squared is None:
         return run_prox(weight, rings, thresholds.contiguous(), squared, metric, linf)
-    t, q = thresholds.to(weight.device), squared.to(weight.device)
+    t, q = thresholds.contiguous(), squared
+    if not joins_in_kernel(weight):
+        t, q = t.to(weight.device), q.to(weight.device)
     return run_joint_prox(weight, rings, t, q, metric, linf, plain=not thresholds.any())
 
 
@@ -175,15 +177,22 @@ def run_prox(
     return _run("ring_prox", weight, rings, t, q, metric, linf)
 
 
+def joins_in_kernel(weight: Tensor) -> bool:
+    """Return whether one launch finds the prox of all filters together, for which thresholds may be on the CPU."""
+    return backends.choose(_FAMILY, weight.device) == "native" and backends.runs_gpu_kernels(weight.device)
+
+
 def run_joint_prox(
     weight: Tensor, rings: list[int], t: Tensor, q: Tensor, metric: Tensor | None, linf: bool, plain: bool
 ) -> Tensor:
     """Return :func:`ring_prox` of all filters together, unchecked; the host waits for no GPU.
 
     Args:
-        t, q: contiguous, on the weight's device.
+        t, q: contiguous, on the weight's device, or on the CPU if :func:`joins_in_kernel`.
         plain: whether t is known to be 0.
     """
+    if joins_in_kernel(weight):
+        return backends.operators().joint_ring_prox(weight, rings, t, q, metric, linf)
     chosen = backends.choose(_FAMILY, weight.device)
     if chosen == "reference":
         return _reference.ring_prox(weight, rings, t, q, metric, linf, True)
@@ -270,6 +279,13 @@ if backends.library is not None:
         squared: Tensor | None,
         metric: Tensor | None,
         linf: bool,
+    ) -> Tensor:
+        backends.check_one_device(weight=weight, metric=metric)
+        return torch.empty_like(weight)
+
+    @torch.library.register_fake("loco_ext::joint_ring_prox")
+    def _(
+        weight: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor, metric: Tensor | None, linf: bool
     ) -> Tensor:
         backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)

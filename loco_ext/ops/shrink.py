@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
-from loco_ext.ops.ring_prox import run_joint_prox, run_prox
+from loco_ext.ops.ring_prox import joins_in_kernel, run_joint_prox, run_prox
 from loco_ext.ops.step_args import SGD, StepArgs
 from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 from loco_ext.reference.rounding import RoundedResults
@@ -53,7 +53,7 @@ def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | 
             return w
         return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
     t, q = penalty.thresholds, penalty.squared
-    if isinstance(size, Tensor) or penalty.joint:
+    if isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w)):
         t, q = _on_device(t, w.device), None if q is None else _on_device(q, w.device)
     t, q = t * size, None if q is None else q * size**0.5
     if q is None or not penalty.joint:

@@ -23,6 +23,8 @@
 #define LOCO_LAUNCH(kernel, blocks, threads, ...) LOCO_LAUNCH_SHARED(kernel, blocks, threads, 0, __VA_ARGS__)
 #define LOCO_LAUNCH_SHARED(kernel, blocks, threads, bytes, ...) \
   ::cuda_on_cpu::launch(#kernel, kernel, blocks, threads, bytes, __VA_ARGS__)
+#define LOCO_LAUNCH_TOGETHER(kernel, blocks, threads, bytes, ...) \
+  ::cuda_on_cpu::launch(#kernel, kernel, ::cuda_on_cpu::together(blocks), threads, bytes, __VA_ARGS__)
 #define LOCO_SHARED(name) unsigned char* const name = ::cuda_on_cpu::requested_memory
 
 namespace cuda_on_cpu {
@@ -167,6 +169,11 @@ class SharedMemoryOfGrid : public SharedMemory {
   SharedVariables variables_;
   std::vector<Copy> residents_;
 };
+
+// Returns how many of these blocks run at the same time.
+inline unsigned together(unsigned blocks) {
+  return std::min(blocks, static_cast<unsigned>(SharedMemoryOfGrid::most_residents()));
+}
 
 // Returns the numbers of a grid's blocks in the order in which they begin.
 inline std::vector<uint64_t> blocks_in_order(uint64_t count) {

@@ -23,7 +23,13 @@ SOURCES = (
         "common/cuda_upload.cu",
         "common/device.cpp",
     ),
-    *("common/overlap.cpp", "ring_prox/cuda.cu", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
+    *(
+        "common/overlap.cpp",
+        "ring_prox/cuda.cu",
+        "ring_prox/cuda_joint.cu",
+        "ring_prox/bind_cuda.cpp",
+        "ring_prox/gpu_table.cpp",
+    ),
 )
 
 
@@ -52,3 +58,4 @@ def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let the native backend run these operators until monkeypatch ends."""
     monkeypatch.setattr(backends, "library", library(folder))
     monkeypatch.setattr(backends, "operators", lambda: torch.ops.loco_ext_on_cpu)
+    monkeypatch.setattr(backends, "runs_gpu_kernels", lambda device: True)

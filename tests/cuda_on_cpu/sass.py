@@ -1,7 +1,8 @@
-"""Parser of SASS, what a GPU executes: how many instructions a kernel's loop over vectors takes at least."""
+"""Parser of SASS, what a GPU executes: a kernel's loops, and how many instructions they take at least."""
 
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tests.cuda_on_cpu.ptxas import demangled
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_\w+):")
+# Arithmetic in float64, its comparisons, first approximations and conversions.
+_FLOAT64 = re.compile(r"\b(D(ADD|FMA|MUL|SETP|MNMX)|MUFU\.\w+64H|(F2F|I2F|F2I|FRND)\S*\.F64)\b")
 _BRANCH = re.compile(r"^(@\S+ )?BRA(?:\.\w+)*\s+(?:(!?U?P\w+),? )?.*`\((\.L_\w+)\)")
 
 
@@ -26,23 +29,39 @@ class Kernel:
         branch = _BRANCH.match(self.instructions[place])
         return self.labels[branch[3]] if branch else None
 
+    def loops(self) -> list[range]:
+        """Return the places of each loop."""
+        backwards = [(self.target(i), i) for i in range(len(self.instructions))]
+        return [range(begin, end + 1) for begin, end in backwards if begin is not None and begin <= end]
+
+    def innermost_loops(self) -> list[range]:
+        """Return the places of each loop that contains no other."""
+        loops = self.loops()
+        return [
+            outer for outer in loops if not any(one != outer and one[0] in outer and one[-1] in outer for one in loops)
+        ]
+
     def loop(self) -> range:
         """Return the places of the loop that has the most loads of 16 bytes."""
-        backwards = [(self.target(i), i) for i in range(len(self.instructions))]
-        loops = [range(begin, end + 1) for begin, end in backwards if begin is not None and begin <= end]
-        return max(loops, key=lambda places: (self.loads(places), -len(places)))
+        return max(self.loops(), key=lambda places: (self.loads(places), -len(places)))
+
+    def count(self, pattern: str, places: range) -> int:
+        """Return the number of instructions in which the regular expression is found."""
+        return sum(bool(re.search(pattern, self.instructions[i])) for i in places)
 
     def loads(self, places: range) -> int:
         """Return the number of loads of 16 bytes from global memory."""
         return sum("LDG.E.128" in self.instructions[i] for i in places)
 
-    def shortest_pass(self) -> int:
-        """Return the number of instructions on the shortest way through the loop that calls no subroutine.
+    def shortest_pass(self, places: range | None = None, counts: Callable[[str], bool] = lambda _: True) -> int:
+        """Return the number of instructions on the shortest way through a loop that calls no subroutine.
 
         That is what a vector takes if no option asks for more and no number needs CUDA's slow division.
+
+        ``places``: the loop, by default :meth:`loop`. ``counts``: whether an instruction counts.
         """
-        places = self.loop()
-        left = {places[-1]: 1}  # instructions from a place to the end of the loop
+        places = self.loop() if places is None else places
+        left = {places[-1]: int(counts(self.instructions[places[-1]]))}  # from a place to the end of the loop
         for i in reversed(places[:-1]):
             one, target = self.instructions[i], self.target(i)
             after, never = left.get(i + 1), None
@@ -56,8 +75,13 @@ class Kernel:
                     ways.append(after)
             known = [way for way in ways if way is not None]
             if known:
-                left[i] = 1 + min(known)
+                left[i] = int(counts(one)) + min(known)
         return left[places[0]]
+
+
+def is_float64(instruction: str) -> bool:
+    """Return whether an instruction is of the float64 units, of which many GPUs have one for 64 of float32."""
+    return bool(_FLOAT64.search(instruction))
 
 
 def parse(text: str) -> dict[str, Kernel]:

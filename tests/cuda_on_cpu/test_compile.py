@@ -218,6 +218,41 @@ def test_vectors_take_no_more_instructions_than_their_budget(tmp_path):
     assert not {name: count for name, count in found.items() if count > budget[name]}
 
 
+# The targets whose code is disassembled: one for each instruction set that is supported.
+DISASSEMBLED = ["80", "90", "100", "120"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DISASSEMBLED)
+def test_passes_of_adams_prox_take_no_instruction_in_float64(target, tmp_path):
+    """Sums of moments in float32 have none at all, and weights are written by a division in float32."""
+    source = CSRC / "optim_step" / "cuda_prox.cu"
+    budget = json.loads(source.with_name("cuda_prox_budget.json").read_text())["instructions_of_a_pass"]
+    cubin = tmp_path / "kernels.cubin"
+    ptxas.compile_code(need_nvcc(), source, [target], cubin, [CSRC], kind="--cubin")
+    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in sass.disassemble(cubin).items()}
+    assert budget.keys() == {name for name in kernels if name.startswith("step_filters<Adam, float")}
+    for name, allowed in budget.items():
+        kernel = kernels[name]
+        loops = kernel.innermost_loops()
+        # A reciprocal; a compensated sum of 4 additions, and further sums.
+        passes = [
+            places
+            for places in loops
+            if kernel.count(r"MUFU\.RCP ", places) == 1
+            and kernel.count("FADD", places) >= 8
+            and not kernel.count("ST", places)
+        ]
+        assert len(passes) == 2, f"{name}: expected sums for c = 0 and for others, got {len(passes)} loops"
+        for places in passes:
+            assert not any(sass.is_float64(kernel.instructions[i]) for i in places), name
+            assert kernel.shortest_pass(places) <= allowed, name
+        # Weights that are written four at a time are divided in float32, and in float64 only in another branch.
+        assert any(kernel.count(r"MUFU\.RCP ", places) >= 4 and kernel.count("RCP64H", places) for places in loops), (
+            name
+        )
+
+
 SASS = """
 //--------------------- .text._Z4stepPf      --------------------------
 	.section	.text._Z4stepPf,"ax",@progbits
@@ -245,6 +280,18 @@ def test_the_shortest_pass_of_a_loop_calls_nothing():
     assert name in ("step(float*)", "_Z4stepPf")
     assert kernel.loop() == range(1, 11)
     assert kernel.shortest_pass() == 5
+    assert kernel.innermost_loops() == [range(1, 11)]
+    assert kernel.shortest_pass(kernel.loop(), lambda one: "FADD" in one) == 0
+    assert kernel.count("FADD", kernel.loop()) == 2
+
+
+def test_instructions_in_float64_are_told_from_others():
+    wide = ["DADD R2, R4, R6", "@P0 DSETP.GT.AND P1, PT, R2, R4, PT", "MUFU.RCP64H R3, R5", "F2F.F32.F64 R2, R4"]
+    wide += ["F2F.F64.F32 R2, R4", "I2F.F64 R2, R4", "F2I.F64.TRUNC R2, R4"]
+    assert all(sass.is_float64(one) for one in wide)
+    assert not any(
+        sass.is_float64(one) for one in ["FADD R2, R4, R6", "MUFU.RCP R3, R5", "I2F.U32 R2, R4", "LDS.64 R2"]
+    )
 
 
 @pytest.fixture(scope="module")

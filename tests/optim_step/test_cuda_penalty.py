@@ -2,9 +2,12 @@
 
 These tests check what the tests of penalties, which run the same kernels too, do not see."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
 from loco_ext import geometry, ops, optim, sparsity
@@ -64,3 +67,52 @@ def test_many_small_parameters_are_few_launches(compiled, name):
     optimizer.step()
     table, counts = 1, name != "SGD"
     assert library.launches() - before == table + counts + 1 + 1
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts torch's operations that launch kernels on a GPU: all but views and allocations."""
+
+    FREE: ClassVar[set[str]] = {
+        "detach",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "select",
+        "slice",
+        "squeeze",
+        "unsqueeze",
+        "alias",
+    }
+    FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense", "unbind", "as_strided", "t"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().split("::")[1].split(".")[0]
+        on_device = any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in args)
+        if function.namespace == "aten" and name not in self.FREE and on_device:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_layers_whose_filters_shrink_together_take_few_launches(compiled, name, norm):
+    """A layer's table, its prox, and torch's operations for Adam's metric; the step is one more launch for all."""
+    library, counts = operators.library(compiled), []
+    for layers in (1, 3):
+        params = [nn.Parameter(torch.randn(6, 5, 3, 3)) for _ in range(layers)]
+        penalty = sparsity.KernelPenalty(0.1, norm=norm, power=2)
+        optimizer = getattr(optim, name)(params, lr=0.01, penalty=penalty, **CLASSES[name])
+        train(optimizer, 2)
+        before = library.launches()
+        with CountOperations() as torch_operations:
+            optimizer.step()
+        counts.append((library.launches() - before, len(torch_operations.names)))
+    (ours, torchs), (ours_of_three, torchs_of_three) = counts
+    assert ours_of_three - ours == 2 * 2
+    assert (ours_of_three - ours + torchs_of_three - torchs) / 2 <= 12, torch_operations.names

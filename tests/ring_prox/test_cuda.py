@@ -11,8 +11,8 @@ import torch
 
 from loco_ext import geometry, ops
 from loco_ext.reference import ring_prox as reference
-from tests.cuda_on_cpu import build
-from tests.tolerances import ULPS, assert_within_ulps, same_bits
+from tests.cuda_on_cpu import build, operators
+from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 SOURCES = [
     *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "filter_solver.cpp", "rows.cpp")),
@@ -121,6 +121,62 @@ def test_a_metric_may_be_of_another_dtype(dtype, other):
     assert_close(
         ops.ring_prox(weight, rings, t, None, metric), expected_prox(weight, rings, t, None, metric, False), weight
     )
+
+
+@pytest.mark.parametrize("orders", [0, 3, 8, 16])
+@pytest.mark.parametrize("shape", [(3, 1, 3, 3), (3, 33, 5, 5), (2, 1150, 3, 3), (3, 4099)], ids=str)
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_moments_in_float32_are_enough_for_metrics_of_many_orders_of_magnitude(shape, orders):
+    """Zeros are exact, too: where moments in float32 do not tell, they are summed in float64."""
+    weight = torch.randn(shape)
+    metric = (10.0 ** (torch.rand(shape, dtype=torch.float64) * -orders)).float()
+    rings, count = rings_of(shape)
+    norms = (weight.double() * metric.double()).flatten(1).norm(dim=1, keepdim=True)
+    for share in (1e-3, 0.3, 0.9, 1.5):
+        t = share * norms * torch.rand(len(weight), count, dtype=torch.float64)
+        out = ops.ring_prox(weight, rings, t, None, metric)
+        expected = expected_prox(weight, rings, t, None, metric, False)
+        assert_within_ulps(out, expected, ULPS_OF_ROOTS[torch.float32], largest_of_kernels(weight).expand_as(expected))
+        assert torch.equal(out == 0, expected == 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, "3x3"), (torch.float32, "one_tap"), (torch.float64, "3x3"), (torch.bfloat16, "wide")],
+    ids=str,
+)
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_filters_that_share_a_factor_find_the_references(compiled, dtype, size, mode):
+    has_metric, linf = MODES[mode]
+    weight = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
+    weight[0] *= 0.1
+    metric = (torch.rand(SIZES[size], dtype=torch.float64) + 0.25).to(dtype) if has_metric else None
+    rings, count = rings_of(weight.shape)
+    library = operators.library(compiled)
+    for share, plain in itertools.product((0.03, 0.5), (0.0, 0.2)):
+        q = thresholds_for(weight, count, False, linf, share) / largest_of_kernels(weight).max()
+        t = thresholds_for(weight, count, False, linf, plain)
+        before = library.launches()
+        out = ops.ring_prox(weight, rings, t, q, metric, linf=linf, joint=True)
+        assert library.launches() - before == 2, "the table's and one more"
+        wide = None if metric is None else metric.double()
+        expected = reference.ring_prox(weight.double(), rings, t, q, wide, linf, True)
+        assert_within_ulps(out, expected, ULPS_OF_ROOTS[dtype], largest_of_kernels(weight).max())
+        assert torch.equal(out == 0, expected == 0)
+
+
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_filters_with_infinite_weights_and_nan_do_not_count_for_the_shared_factor():
+    weight = torch.randn(5, 7, 3, 3)
+    rings, count = rings_of(weight.shape)
+    t, q = torch.zeros(count, dtype=torch.float64), torch.full((count,), 0.3, dtype=torch.float64)
+    expected = ops.ring_prox(weight[2:], rings, t, q, joint=True)
+    weight[0, 3, 1, 1], weight[1, 2, 0, 0] = torch.nan, torch.inf
+    out = ops.ring_prox(weight, rings, t, q, joint=True)
+    assert same_bits(out[2:], expected)
+    assert out[0].isnan().all()
+    assert ops.ring_prox(torch.zeros(3, 2), [0], t[:1], q[:1], joint=True).eq(0).all()
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3, 5])
