@@ -8,8 +8,10 @@ namespace loco {
 // optim_step serves all update rules; optim_step/step_args.h describes its arguments, in the same order. `rule` is a
 // RuleId, and `flags` are maximize, l1, nesterov, amsgrad and decoupled. `grads` are written only if `grad_scale` is
 // given. `seed` turns on stochastic rounding. With `shapes`, parameters of any other shapes are refused.
-// optim_step_table takes the same arguments and writes nothing: it returns the table for GPU kernels, uint8 on the CPU,
-// and where its sections and launches begin (bind_table.cpp).
+// optim_step_hold also returns a tensor that owns the step (optim_step/held.h); optim_step_again makes it once more,
+// where all parameters and states lie where they did, or returns false, with nothing written, if the gradients do not
+// fit it. With `check` it only says whether they do. optim_step_table takes the same arguments and writes nothing: it
+// returns the table for GPU kernels, uint8 on the CPU, and where its sections and launches begin (bind_table.cpp).
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
@@ -28,6 +30,10 @@ namespace loco {
 
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
+  m.def("optim_step_hold(" LOCO_STEP_ARGS ") -> Tensor");
+  m.def(
+      "optim_step_again(Tensor held, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor? "
+      "grad_scale, Tensor? found_inf, bool check) -> bool");
   m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[])");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(

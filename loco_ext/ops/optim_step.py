@@ -200,13 +200,34 @@ def run_step(args: StepArgs) -> None:
         torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
 
 
-def run_again(args: StepArgs) -> None:
-    """Make a step in the compiled library like one that :func:`run_step` has made, with lists of the same lengths.
+def run_and_hold(args: StepArgs) -> Tensor:
+    """Make a step in the compiled library like one that :func:`run_step` has made, and return it for ``run_again``.
 
     Raises RuntimeError, with nothing written, if the library refuses it.
     """
-    backends.operators().optim_step(*args.for_operator())
+    held: Tensor = backends.operators().optim_step_hold(*args.for_operator())
     torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
+    return held
+
+
+def run_again(held: Tensor, args: StepArgs, written: Sequence[Tensor], check: bool = False) -> bool:
+    """Make a step once more; return False, with nothing written, if the gradients do not fit it.
+
+    Args:
+        held: what :func:`run_and_hold` has returned for the step.
+        args: gradients, hyper-parameters and scalars count; the library trusts that parameters, states and step counts
+            lie where they did.
+        written: the parameters, states and step counts.
+        check: return whether the gradients fit, and make no step.
+
+    Raises RuntimeError, with nothing written, if the library refuses it.
+    """
+    scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
+    if not backends.operators().optim_step_again(held, args.grads, args.hyper, *scalars, check):
+        return False
+    if not check:
+        torch.autograd.graph.increment_version(written if args.grad_scale is None else chain(written, args.grads))
+    return True
 
 
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:

@@ -430,20 +430,21 @@ def test_replaced_parameters_end_with_the_next_step():
     assert parameter() is None
 
 
+@pytest.mark.parametrize(("function", "steps"), [("run_and_hold", 2), ("run_again", 3)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_interrupted_step_is_not_repeated(name, monkeypatch):
+def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch):
     """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
     _, optimizer = make(name)
     set_gradients(optimizer)
-    optimizer.step()
-    optimizer.step()
+    for _ in range(steps):
+        optimizer.step()
     made = []
 
-    def broken(args):
+    def broken(*args):
         made.append(args)
         raise RuntimeError("the GPU refused a kernel")
 
-    monkeypatch.setattr("loco_ext.optim.step_cache.run_again", broken)
+    monkeypatch.setattr(f"loco_ext.optim.step_cache.{function}", broken)
     before = [p.detach().clone() for p in params_of(optimizer)]
     with pytest.raises(RuntimeError, match="refused a kernel"):
         optimizer.step()
