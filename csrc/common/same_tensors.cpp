@@ -21,7 +21,7 @@ bool for_tensors(PyObject* params, PyObject* states, PyObject* names, const Visi
     PyObject* const state = PyList_GET_ITEM(states, i);
     if (!PyDict_Check(state)) return false;
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
-      PyObject* const tensor = PyDict_GetItem(state, PyTuple_GET_ITEM(names, k));
+      PyObject* const tensor = PyDict_GetItemWithError(state, PyTuple_GET_ITEM(names, k));
       if (tensor == nullptr || !visit(tensor)) return false;
     }
   }

@@ -87,6 +87,7 @@ void Gather::read(const StepArgs& args) {
   if (Rule::counts_steps) check_length("steps", args.steps.size(), count);
   if (args.shapes) check_shapes(args.params, *args.shapes);
   writes_grads_ = args.grad_scale.has_value();
+  has_lrs_ = !args.lr_index.empty();
   steps_.resize(count);
   lists_ = {"params", "grads"};
   lists_.insert(lists_.end(), Rule::state_names, Rule::state_names + states);
@@ -128,6 +129,7 @@ void Gather::keep_gradients() {
 
 bool Gather::read_again(const StepArgs& args, int columns) {
   if (args.grads.size() != steps_.size() || args.grad_scale.has_value() != writes_grads_) return false;
+  if (args.lr_index.empty() == has_lrs_) return false;
   std::vector<Interval> grads;
   for (size_t i = 0; i < steps_.size(); ++i) {
     const View grad = view_of(args.grads[i], "grads", i, place_);

@@ -23,8 +23,8 @@ class Gather {
   void keep_gradients();
 
   // Reads the gradients and hyper of such a step. Returns false, with nothing changed, unless each gradient has the
-  // dtype, the sizes, the strides and the alignment of the one before, and none shares memory with what is written.
-  // columns: of hyper.
+  // dtype, the sizes, the strides and the alignment of the one before, none shares memory with what is written, and
+  // there are a scale and learning rates if there were. columns: of hyper.
   bool read_again(const StepArgs& args, int columns);
 
   const Place& place() const { return place_; }
@@ -76,7 +76,7 @@ class Gather {
   std::vector<ring_prox::Penalty> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
-  bool writes_grads_ = false;
+  bool writes_grads_ = false, has_lrs_ = false;
   std::vector<Layout> layouts_;  // of gradients
   std::vector<int64_t> extents_;
   // The memory that is written, by its begin. The end is that of the longest among this one and all before it.

@@ -299,7 +299,7 @@ void build(GpuTable& table, const Division& division, const std::vector<TensorSt
 }
 
 bool refresh(GpuTable& table, const std::vector<TensorStep>& tensors, const Hyper& hyper) {
-  if (table.bytes.empty() || table.has_lrs != !hyper.lrs.empty()) return false;
+  if (table.bytes.empty()) return false;
   unsigned char* const bytes = table.bytes.data();
   auto* const grads = reinterpret_cast<void**>(bytes + table.grads);
   for (size_t i = 0; i < tensors.size(); ++i) grads[i] = tensors[i].g.data;

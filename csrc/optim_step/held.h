@@ -42,6 +42,8 @@ class Held {
     return true;
   }
 
+  const typename Device::Prepared& prepared() const { return prepared_; }
+
  private:
   RuleId rule_;
   Options options_;

@@ -2,9 +2,9 @@
 
 Where parameters are small, collecting, checking and describing them and their states costs more than stepping them. A
 StepCache refers to parameters in Python only, as the optimizer itself does, and to no state. The compiled library keeps
-what it has found out about a step's tensors (``csrc/optim_step/held.h``). That counts in the next step if all parameters
-and states lie in the same memory with the same sizes, strides and dtypes, which SameTensors compares in each step; the
-library reads and checks every gradient.
+what it has found out about a step's tensors (``csrc/optim_step/held.h``). That is right while all parameters and states
+lie in the same memory with the same sizes, strides and dtypes; SameTensors compares these in each step, and the library
+reads and checks every gradient.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class CachedBatch:
 
     def __init__(self, args: StepArgs, groups: list[int], state: States, names: Sequence[str]) -> None:
         self.args, self.groups, self.device = args, groups, args.params[0].device
+        self._chosen = backends.choose("optim_step", self.device)
         self._names = (*names, "step") if args.rule.counts_steps else tuple(names)
         self.hyper = np.zeros(args.hyper.shape)  # to be filled for each step
         args.hyper, args.first = torch.from_numpy(self.hyper), ()
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
-        self._held: tuple[Any, Tensor] | None = None
-        self._written: list[Tensor] | None = None  # while a held step fits
+        self._held: tuple[Any, Tensor] | None = None  # where the tensors of a held step lie, and the step
+        self.forget()
 
     def expect_shapes(self) -> None:
         """Let the operator refuse parameters of other shapes than now, on which maps and penalties depend."""
@@ -65,36 +66,39 @@ class CachedBatch:
         if len(grads) != len(args.params):
             return False
         args.grads = grads
-        states = [owned[place] for place in self._places]
+        self._states = [owned[place] for place in self._places]
         if self._held is not None:
-            self._written = self._held[0].find(args.params, states, self._names)
-        return self._written is not None or self._set_states(states)
+            self._written = self._held[0].find(args.params, self._states, self._names)
+        return self._written is not None or self._collect_states()
 
-    def _set_states(self, states: list[dict[str, Any]]) -> bool:
+    def _collect_states(self) -> bool:
+        """Give ``args`` their states; return False if one is missing."""
         try:
-            lists = [[tensors[name] for tensors in states] for name in self._names]
+            lists = [[tensors[name] for tensors in self._states] for name in self._names]
         except KeyError:
             return False
         self.args.steps = lists.pop() if self.args.rule.counts_steps else ()
         self.args.states = lists
         return True
 
-    def step(self, owned: list[dict[str, Any]], check: bool = False) -> bool:
-        """Make the step; return False if the operator refuses it. With ``check``, write nothing."""
-        states = [owned[place] for place in self._places]
+    def step(self, check: bool = False) -> bool:
+        """Make the step with the filled arguments; return False if the operator refuses it.
+
+        With ``check``, return whether the operator accepts it, and write nothing.
+        """
         try:
             if self._held is not None and self._written is not None:
-                if run_again(self._held[1], self.args, self._written, check):
+                if run_again(self._chosen, self._held[1], self.args, self._written, check):
                     return True
-                self._set_states(states)
+                self._collect_states()
             self._held = self._written = None
             if check:
                 run_step(replace(self.args, found_inf=torch.ones((), device=self.device)))
             else:
-                held = run_and_hold(self.args)
-                self._held = _SameTensors(self.args.params, states, self._names), held
+                held = run_and_hold(self._chosen, self.args)
+                self._held = _SameTensors(self.args.params, self._states, self._names), held
         except Exception:
-            self._set_states(states)
+            self._collect_states()
             if _accepted(self.args):
                 raise
             return False
@@ -103,7 +107,8 @@ class CachedBatch:
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
         self.args.grads = self.args.states = self.args.steps = ()
-        self._written = None
+        self._states: list[dict[str, Any]] = []
+        self._written: list[Tensor] | None = None  # the parameters and states, while those of the held step
 
 
 class StepCache:
@@ -127,7 +132,7 @@ class StepCache:
 
     @staticmethod
     def possible(plans: list[Plan], batches: Mapping[BatchKey, Batch]) -> bool:
-        """Return whether the step that these batches made was nothing but calls of the compiled operator."""
+        """Return whether the step that these batches made was nothing but calls of kernels."""
         if not batches or any(plan.folded or plan.fake_mode is not None for plan in plans):
             return False
         return all(_is_plain_call(key, batch) for key, batch in batches.items())
@@ -142,18 +147,17 @@ class StepCache:
             return False
         if any([param.grad is not None for param in self._without_grad]):
             return False
-        self._owned = list(state.values())
-        return all([batch.fill(self._owned) for batch in self.batches])
+        owned = list(state.values())
+        return all([batch.fill(owned) for batch in self.batches])
 
     def step(self) -> bool:
         """Make the step with the filled arguments; return False, with nothing written, if an operator refuses it."""
-        if len(self.batches) > 1 and not all([batch.step(self._owned, check=True) for batch in self.batches]):
+        if len(self.batches) > 1 and not all([batch.step(check=True) for batch in self.batches]):
             return False
-        return all([batch.step(self._owned) for batch in self.batches])
+        return all([batch.step() for batch in self.batches])
 
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
-        self._owned: list[dict[str, Any]] = []
         for batch in self.batches:
             batch.forget()
 
@@ -161,7 +165,8 @@ class StepCache:
 def _is_plain_call(key: BatchKey, batch: Batch) -> bool:
     if key.reference or key.seed is not None or not batch.plain:
         return False
-    return backends.choose("optim_step", batch.params[0].device) == "native" and _within_kernels(batch)
+    chosen = backends.choose("optim_step", batch.params[0].device)
+    return chosen != "reference" and (_within_kernels(batch) if chosen == "native" else not batch.penalties)
 
 
 def _within_kernels(args: StepArgs | Batch) -> bool:

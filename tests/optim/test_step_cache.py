@@ -24,6 +24,7 @@ OPTIONS = {
     "SGD without momentum": {"lr": 0.1},
     "AdamW": {"lr": 0.01, "amsgrad": True},
     "Adam with a penalty": {"lr": 0.01, "penalty": sparsity.RingPenalty(0.1)},
+    "SGD of two rules": {"lr": 0.1, "momentum": 0.9},
 }
 SHAPES = {5: (3, 2, 5, 5), 3: (3, 2, 3, 3)}
 LIBRARIES = ("cpu", "cuda_on_cpu")
@@ -34,6 +35,8 @@ def make(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3, bias=False))
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "weight_decay": 0.3}]
+    if "two rules" in name:
+        groups[1] |= {"momentum": 0.0, "maximize": True}
     options = {"weight_decay": 0.1, "locality": (0.5, 2.0), **OPTIONS[name]}
     return model, getattr(optim, name.split()[0])(groups, **options)
 
@@ -90,6 +93,33 @@ def moving_to_double_by_swapping(model, optimizer):
 
 def data_of_other_memory(model, optimizer):
     first(optimizer).data = first(optimizer).detach().clone(memory_format=torch.channels_last)
+
+
+def transposed_data(model, optimizer):
+    first(optimizer).data = first(optimizer).detach().transpose(2, 3)
+
+
+def transposed_states(model, optimizer):
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        value.data = value if name == "step" else value.transpose(2, 3)
+
+
+def states_of_other_memory(model, optimizer):
+    """As where states are moved to another device and back: the tensors stay, their memory does not."""
+    optimizer.old_memory = []  # it stays allocated, so that writing to it goes unpunished
+    for states in optimizer.state.values():
+        for value in states.values():
+            optimizer.old_memory.append(value.detach())
+            value.data = value + 1
+
+
+def states_of_half_the_width(model, optimizer):
+    """A state in the same memory, of the same shape and strides, in bfloat16."""
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        if name != "step":
+            value.view(torch.int32).bitwise_and_(0x3FFF3FFF)
+            narrow = value.view(torch.bfloat16).flatten()[: value.numel()].view(value.shape)
+            optimizer.state[first(optimizer)][name] = narrow
 
 
 def data_of_another_shape(model, optimizer):
@@ -157,6 +187,30 @@ def sparse_gradient(model, optimizer):
 
 def gradient_that_is_the_parameter(model, optimizer):
     first(optimizer).grad = first(optimizer).detach()
+
+
+def gradient_that_overlaps_another_parameter(model, optimizer):
+    first(optimizer).grad = model[1].weight.detach().flatten()[1:55].view(SHAPES[3])
+
+
+def gradient_that_is_a_state(model, optimizer):
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        if name != "step":
+            first(optimizer).grad = value
+
+
+def shared_gradient(model, optimizer):
+    """The gradients of two parameters overlap."""
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    first(optimizer).grad = model[1].weight.grad.flatten()[4:58].view(SHAPES[3])
+
+
+def shared_gradient_of_a_scaled_step(model, optimizer):
+    """Steps that divide gradients by their scale write them."""
+    scaled_gradients(model, optimizer)
+    optimizer.step()
+    optimizer.step()
+    shared_gradient(model, optimizer)
 
 
 def gradients_in_one_buffer(model, optimizer):
@@ -254,6 +308,9 @@ EVENTS = {
     event.__name__: event
     for event in (
         *(nothing, swapping_tensors, moving_to_double, moving_to_double_by_swapping, data_of_other_memory),
+        *(transposed_data, transposed_states, states_of_other_memory, states_of_half_the_width),
+        *(gradient_that_overlaps_another_parameter, gradient_that_is_a_state, shared_gradient),
+        *(shared_gradient_of_a_scaled_step,),
         *(data_of_another_shape, data_of_another_shape_alone, bias_that_becomes_a_kernel, irregular_data),
         *(freed_parameter, shortened_gradient, freed_states, no_gradient_in_a_group, stochastic_rounding),
         *(no_gradient, no_gradients, strided_gradient, negated_gradient, sparse_gradient),
@@ -347,10 +404,10 @@ def two_that_have_stepped(name):
     """Return two equal pairs of model and optimizer, whose next gradients are set."""
     pairs = make(name), make(name)
     for _, optimizer in pairs:
-        for _ in range(2):
+        for _ in range(3):
             set_gradients(optimizer)
             optimizer.step()
-        assert optimizer._cache is not None
+        assert all(batch._held is not None for batch in optimizer._cache.batches)
         set_gradients(optimizer)
     return pairs
 
