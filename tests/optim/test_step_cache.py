@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import loco_ext
 from loco_ext import optim, sparsity
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import attach_pattern
+from loco_ext.ops import backends
 from tests.covering import covering
 from tests.optim.stepping import params_of
 
@@ -416,6 +418,44 @@ def step_and_compare(cached, anew):
     anew._refresh()
     assert step(cached) == step(anew)
     compare(cached, anew)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["SGD", "SGD without momentum", "AdamW"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_after_an_event_triton_kernels_get_the_table_of_a_new_collection(event, name, monkeypatch):
+    """No kernel runs here: a step changes no tensor, and the next one makes the same table."""
+    from loco_ext.triton_kernels import optim_step as triton_steps
+
+    tables = []
+    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
+    monkeypatch.setattr(backends, "KERNELS", kernels)
+    monkeypatch.setattr(triton_steps, "prepare", lambda table, args: None)
+    monkeypatch.setattr(triton_steps, "launch", lambda table, args, scalars: tables.append(table))
+    with loco_ext.backend("triton"):
+        (model, optimizer), _ = two_that_have_stepped(name)
+        EVENTS[event](model, optimizer)
+        before = states_of(optimizer)
+        tables.clear()
+        error = step(optimizer)
+        if states_of(optimizer) != before:
+            return  # the step has made states, which the next one finds
+        optimizer._refresh()
+        assert step(optimizer) == error
+    assert len(tables) in (0, 2)
+    for table in tables[1:]:
+        assert torch.equal(table.memory, tables[0].memory)
+        assert table.launches == tables[0].launches
+
+
+def states_of(optimizer):
+    return [id(value) for states in optimizer.state.values() for value in states.values()]
+
+
+def test_a_step_that_is_none_is_refused():
+    operators, hyper = backends.operators(), torch.zeros(1, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="held: expected the result of optim_step_hold"):
+        operators.optim_step_again(torch.zeros(4096), [torch.ones(1)], hyper, [], [], None, None, False)
 
 
 @pytest.mark.parametrize("way", ["backend", "option"])
