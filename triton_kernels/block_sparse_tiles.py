@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ UNIT = 16  # largest unit, in elements
 Units = tuple[int, int]  # the units of x and of y
 BLOCKS_OF_A_PROGRAM = 16  # approximate number of blocks whose gradients one program computes
 DEPTHWISE_ELEMENTS, DEPTHWISE_CHANNELS = 2048, 64  # most elements and channels of a depthwise tile
+
+_cached = lru_cache(maxsize=256)  # choosing a plan takes the host as long as all else of a call
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def _stages(stages: int, kind: str, gpu: Gpu) -> int:
     return stages if gpu.fences or kind not in ("half", "tf32") else 1
 
 
+@_cached
 def product(
     batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, transposed: bool
 ) -> Plan:
@@ -137,6 +141,7 @@ def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
     return (samples + width) * depth * dtype.itemsize
 
 
+@_cached
 def gradient(
     batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, slices: int
 ) -> Plan:
@@ -165,6 +170,7 @@ def slices_of(blocks_of_a_row: float) -> int:
     return max(1, round(blocks_of_a_row / BLOCKS_OF_A_PROGRAM))
 
 
+@_cached
 def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> Plan:
     """Return the plan for blocks of one element."""
     width = min(triton.next_power_of_2(channels), DEPTHWISE_CHANNELS)

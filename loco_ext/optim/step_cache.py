@@ -25,8 +25,8 @@ from loco_ext.ops.step_checks import check_step
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 
-# Of the library for CPU tensors, which also reads those on other devices.
-_SameTensors = getattr(backends.library, "SameTensors", None)
+# Of the library for CPU tensors, which also reads those on other devices. There is no cache without a library.
+_SameTensors: Any = getattr(backends.library, "SameTensors", None)
 
 States = Mapping[Tensor, dict[str, Any]]
 
@@ -49,8 +49,9 @@ class CachedBatch:
         args.hyper, args.first = torch.from_numpy(self.hyper), ()
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
-        self._held: tuple[Any, Tensor] | None = None  # where the tensors of a held step lie, and the step
-        self.forget()
+        self._held: tuple[Any, Any] | None = None  # where the tensors of a held step lie, and the step
+        self._states: list[dict[str, Any]] = []
+        self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the held step
 
     def expect_shapes(self) -> None:
         """Let the operator refuse parameters of other shapes than now, on which maps and penalties depend."""
@@ -107,8 +108,7 @@ class CachedBatch:
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
         self.args.grads = self.args.states = self.args.steps = ()
-        self._states: list[dict[str, Any]] = []
-        self._written: list[Tensor] | None = None  # the parameters and states, while those of the held step
+        self._states, self._written = [], None
 
 
 class StepCache:
