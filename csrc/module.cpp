@@ -1,10 +1,12 @@
-// Defines the pybind11 module _C: host functions that do not use torch.
+// Defines the pybind11 module _C: host functions that need no tensors, and SameTensors, which reads them through
+// DLPack.
 
 // torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
 #include "common/capability.h"
+#include "common/same_tensors.h"
 #include "optim_step/gpu_table.h"
 
 namespace {
@@ -24,6 +26,23 @@ pybind11::dict table_fields() {
   return fields;
 }
 
+const DLPackExchangeAPI* exchange_api() {
+  namespace py = pybind11;
+  const py::object capsule = py::module_::import("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
+  return py::reinterpret_borrow<py::capsule>(capsule).get_pointer<DLPackExchangeAPI>();
+}
+
+void define_same_tensors(pybind11::module_& module) {
+  namespace py = pybind11;
+  py::class_<loco::SameTensors>(module, "SameTensors")
+      .def(py::init([](py::object params, py::object states, py::object names) {
+        return new loco::SameTensors(exchange_api(), params.ptr(), states.ptr(), names.ptr());
+      }))
+      .def("find", [](const loco::SameTensors& self, py::object params, py::object states, py::object names) {
+        return py::reinterpret_steal<py::object>(self.find(params.ptr(), states.ptr(), names.ptr()));
+      });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -34,6 +53,7 @@ PYBIND11_MODULE(_C, module) {
     return info;
   });
   module.def("optim_step_table_fields", &table_fields);
+  define_same_tensors(module);
   // The instruction sets that this machine has and the kernels are compiled for, best first, and a choice for tests.
   module.def("cpu_capabilities", [] {
     pybind11::list names;

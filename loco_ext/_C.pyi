@@ -1,4 +1,26 @@
-"""The compiled library: host functions without torch. Its operators are in ``torch.ops.loco_ext``."""
+"""The compiled library: host functions. Its operators are in ``torch.ops.loco_ext``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+class SameTensors:
+    """Where parameters and the tensors in their states lie: memory, sizes, strides, dtypes and devices.
+
+    Args:
+        params: a list of tensors.
+        states: a list of a dict for each, or an empty list.
+        names: a tuple of the keys of the dicts' tensors.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]], names: tuple[str, ...]
+    ) -> None: ...
+    def find(
+        self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]], names: tuple[str, ...]
+    ) -> list[Tensor] | None:
+        """Return the tensors, each parameter before its states, or None unless all lie where those did."""
 
 def build_info() -> dict[str, str]:
     """The compiler, and the instruction set that the kernels were chosen for on this machine."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ BLOCKS_OF_A_PROGRAM = 16  # most blocks, approximately, whose gradients one prog
 BLOCKS_OF_A_TILE = 4  # most blocks whose gradients are in one tile
 SHARED_REGISTERS = 128  # most registers of a thread, of 256, with which two programs fit on a multiprocessor
 DEPTHWISE_ELEMENTS, DEPTHWISE_CHANNELS = 2048, 64  # most elements and channels of a depthwise tile
+
+_cached = lru_cache(maxsize=256)  # choosing a plan takes the host as long as all else of a call
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ def _stages(stages: int, kind: str, gpu: Gpu) -> int:
     return stages if gpu.fences or kind not in ("half", "tf32") else 1
 
 
+@_cached
 def product(
     batch: int,
     summed: int,
@@ -183,6 +187,7 @@ def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
     return (samples + width) * depth * dtype.itemsize
 
 
+@_cached
 def gradient(
     batch: int,
     depth: int,
@@ -244,6 +249,7 @@ def slices_of(row_blocks: float) -> int:
     return max(1, round(row_blocks / BLOCKS_OF_A_PROGRAM))
 
 
+@_cached
 def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> Plan:
     """Return the plan for blocks of one element."""
     width = min(triton.next_power_of_2(channels), DEPTHWISE_CHANNELS)

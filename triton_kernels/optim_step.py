@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -44,10 +45,21 @@ class Table:
     launches: list[tuple[int, int, int]]  # kind, first chunk, number of chunks
 
 
-def optim_step(args: StepArgs) -> None:
+class Held(NamedTuple):
+    """What ``torch.ops.loco_ext.optim_step_table`` returns; ``csrc/schemas.h`` describes it."""
+
+    table: Tensor
+    layout: list[int]
+    step: Tensor
+
+
+def optim_step(args: StepArgs) -> Held:
     """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`.
 
     Adam's step counts must be whole numbers. ``beta^t`` is rounded once, from about 100 bits.
+
+    Returns:
+        The step, for :func:`optim_step_again`.
 
     Raises:
         RuntimeError: the step cannot be made; nothing is written then.
@@ -55,14 +67,36 @@ def optim_step(args: StepArgs) -> None:
     if args.rule.counts_steps and not args.flags.amsgrad:
         args = replace(args, states=args.states[:2])
     with _device(args.params[0]):
-        table = make_table(args)
-        launch(table, args, prepare(table, args) if args.rule.counts_steps else None)
+        held = describe(args)
+        _run(held, args)
+    return held
 
 
-def make_table(args: StepArgs) -> Table:
-    """Check the step, and return its table on the device."""
-    host, layout = backends.operators().optim_step_table(*args.for_operator())
-    device, data = args.params[0].device, host.numpy()
+def optim_step_again(held: Held, args: StepArgs, check: bool = False) -> bool:
+    """Make a step once more; :func:`loco_ext.ops.optim_step.run_again` describes the arguments and the result."""
+    scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
+    again = backends.operators().optim_step_table_again
+    if not again(held.step, args.grads, args.hyper, *scalars, check):
+        return False
+    if not check:
+        with _device(args.params[0]):
+            _run(held, args)
+    return True
+
+
+def _run(held: Held, args: StepArgs) -> None:
+    table = upload_table(held, args.params[0].device)
+    launch(table, args, prepare(table, args) if args.rule.counts_steps else None)
+
+
+def describe(args: StepArgs) -> Held:
+    """Check the step, and return its table on the host."""
+    return Held(*backends.operators().optim_step_table(*args.for_operator()))
+
+
+def upload_table(held: Held, device: torch.device) -> Table:
+    """Return the step's table on the device."""
+    data, layout = held.table.numpy(), held.layout
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
     works = iter(layout[6:])
     hyper, lrs, entries, nests, maps, chunks = layout[:6]

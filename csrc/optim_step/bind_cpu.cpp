@@ -40,8 +40,10 @@ void count_steps(std::vector<TensorStep>& steps) {
 }
 
 struct Cpu {
+  struct Prepared {};
+
   template <class Rule>
-  static void step(Gather& gather, const StepArgs& args) {
+  static void step(Gather& gather, const StepArgs& args, Prepared&) {
     STD_TORCH_CHECK(gather.place().type == Place::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
                     place_text(gather.place()));
     std::vector<TensorStep>& steps = gather.steps();
@@ -65,4 +67,4 @@ struct Cpu {
 }  // namespace
 }  // namespace loco::optim_step
 
-STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) { m.impl("optim_step", &loco::optim_step::boxed<loco::optim_step::Cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) { loco::optim_step::implement<loco::optim_step::Cpu>(m); }

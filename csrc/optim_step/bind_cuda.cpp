@@ -34,8 +34,11 @@ DeviceScalar scalar_or_none(const std::optional<Tensor>& tensor, const char* nam
 }
 
 struct Cuda {
+  using Prepared = GpuTable;
+
+  // table: empty, or that of these tensors, of which the gradients may have moved.
   template <class Rule>
-  static void step(Gather& gather, const StepArgs& args) {
+  static void step(Gather& gather, const StepArgs& args, GpuTable& table) {
     if (gather.steps().empty()) return;
     const Place& place = gather.place();
     STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
@@ -48,11 +51,12 @@ struct Cuda {
     const torch::stable::accelerator::DeviceGuard guard(place.index);
     call.stream = current_stream(place.index);
     check_capture(is_capturing(call.stream), args);
-    for (size_t i = 0; i < gather.steps().size(); ++i) check_kernels(gather.steps()[i], i);
-
-    GpuTable table;
-    build(table, kCudaDivision, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
-    const Tensor memory = upload_table(table.bytes, scratch_bytes<Rule>(table), args.params[0], call.stream);
+    const Hyper hyper = read_hyper(gather, args, Rule::columns);
+    if (!refresh(table, gather.steps(), hyper)) {
+      for (size_t i = 0; i < gather.steps().size(); ++i) check_kernels(gather.steps()[i], i);
+      build(table, kCudaDivision, gather.steps(), hyper, Rule::has_metric);
+    }
+    const Tensor memory = upload_table(table.bytes, scratch_bytes<Rule>(table), args.grads[0], call.stream);
     call.table = &table;
     call.memory = static_cast<unsigned char*>(memory.mutable_data_ptr());
     step_cuda<Rule>(call);
@@ -79,6 +83,6 @@ struct Cuda {
 
 }  // namespace
 
-void implement_cuda(torch::stable::detail::StableLibrary& library) { library.impl("optim_step", &boxed<Cuda>); }
+void implement_cuda(torch::stable::detail::StableLibrary& library) { implement<Cuda>(library); }
 
 }  // namespace loco::optim_step

@@ -1,5 +1,5 @@
-// Implements torch.ops.loco_ext.optim_step_table: the table of a step's tensors for the Triton kernels, which launch
-// themselves from Python.
+// Implements torch.ops.loco_ext.optim_step_table and optim_step_table_again: the table of a step's tensors for the
+// Triton kernels, which are launched from Python.
 #include "optim_step/bind.h"
 #include "optim_step/gpu_table.h"
 #include "optim_step/hyper.h"
@@ -32,35 +32,45 @@ uint32_t triton_kind(const TensorStep& t, Entry&) {
   return kind | static_cast<uint32_t>(t.numel > kNarrow) << (bit + 2);
 }
 
-struct Table {
-  Tensor bytes;                 // uint8, on the CPU
-  std::vector<int64_t> layout;  // offsets of the sections, then kind, first chunk and number of chunks of each launch
+// Makes the table of a step, and makes no step: that is up to whoever launches the kernels.
+struct Triton {
+  struct Prepared {
+    GpuTable table;
+    Tensor bytes;                 // uint8, on the CPU; written again by each further step
+    std::vector<int64_t> layout;  // offsets of the sections, then kind, first chunk and number of chunks of each launch
+  };
+
+  template <class Rule>
+  static void step(Gather& gather, const StepArgs& args, Prepared& prepared) {
+    // The kernels read these themselves; here they are checked alone.
+    if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
+    if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
+    GpuTable& table = prepared.table;
+    const Hyper hyper = read_hyper(gather, args, Rule::columns);
+    if (!refresh(table, gather.steps(), hyper)) {
+      build(table, {kBlock, triton_kind}, gather.steps(), hyper, Rule::has_metric);
+      prepared.bytes =
+          torch::stable::new_empty(args.hyper, {static_cast<int64_t>(table.bytes.size())},
+                                   torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);
+      prepared.layout = {table.hyper, table.has_lrs ? table.lrs : -1, table.entries, table.nests, table.maps,
+                         table.chunks};
+      for (const Work& work : table.works) {
+        prepared.layout.insert(prepared.layout.end(), {work.kind, work.first, work.count});
+      }
+    }
+    std::copy(table.bytes.begin(), table.bytes.end(), static_cast<unsigned char*>(prepared.bytes.mutable_data_ptr()));
+  }
 };
 
-template <class Rule>
-Table table_of(const StepArgs& args) {
-  Gather gather;
-  gather.read<Rule>(args);
-  // The kernels read these themselves; here they are checked alone.
-  if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
-  if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
-  GpuTable table;
-  build(table, {kBlock, triton_kind}, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
-  const auto size = static_cast<int64_t>(table.bytes.size());
-  Tensor bytes = torch::stable::new_empty(args.hyper, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
-                                          std::nullopt, std::nullopt);
-  std::copy(table.bytes.begin(), table.bytes.end(), static_cast<unsigned char*>(bytes.mutable_data_ptr()));
-  std::vector<int64_t> layout{table.hyper, table.has_lrs ? table.lrs : -1, table.entries, table.nests, table.maps,
-                              table.chunks};
-  for (const Work& work : table.works) layout.insert(layout.end(), {work.kind, work.first, work.count});
-  return {bytes, layout};
-}
-
 void optim_step_table(StableIValue* stack, uint64_t, uint64_t) {
-  const StepArgs args = unpack(stack);
-  const Table table = args.rule == RuleId::sgd ? table_of<Sgd>(args) : table_of<Adam>(args);
-  stack[0] = torch::stable::detail::from(table.bytes);
-  stack[1] = torch::stable::detail::from(table.layout);
+  StepArgs args = unpack(stack);
+  auto held = std::make_unique<Held<Triton>>(args);
+  held->step(args);
+  held->keep(std::move(args.maps));
+  const Triton::Prepared prepared = held->prepared();
+  stack[0] = torch::stable::detail::from(prepared.bytes);
+  stack[1] = torch::stable::detail::from(prepared.layout);
+  stack[2] = torch::stable::detail::from(HeldSteps<Triton>::own(std::move(held)));
 }
 
 }  // namespace
@@ -68,4 +78,5 @@ void optim_step_table(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_IMPL(loco_ext, CompositeExplicitAutograd, m) {
   m.impl("optim_step_table", &loco::optim_step::optim_step_table);
+  m.impl("optim_step_table_again", &loco::optim_step::boxed_again<loco::optim_step::Triton>);
 }

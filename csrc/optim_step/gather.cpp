@@ -51,6 +51,22 @@ ring_prox::Penalty penalty_of(TensorRef tensor, size_t index) {
   return penalty;
 }
 
+constexpr size_t kGrads = 1;          // place in the names of lists
+constexpr uintptr_t kAlignment = 16;  // bytes, of vectors that kernels load
+
+// Returns whether no two of the intervals share memory.
+template <class Interval>
+bool are_apart(std::vector<Interval> intervals) {
+  std::sort(intervals.begin(), intervals.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  const char* end = nullptr;
+  for (const Interval& interval : intervals) {
+    if (interval.begin == interval.end) continue;
+    if (interval.begin < end) return false;
+    end = interval.end;
+  }
+  return true;
+}
+
 std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 
 }  // namespace
@@ -70,6 +86,8 @@ void Gather::read(const StepArgs& args) {
   for (size_t i = 0; i < args.penalties.size(); ++i) penalties_.push_back(penalty_of(args.penalties[i], i));
   if (Rule::counts_steps) check_length("steps", args.steps.size(), count);
   if (args.shapes) check_shapes(args.params, *args.shapes);
+  writes_grads_ = args.grad_scale.has_value();
+  has_lrs_ = !args.lr_index.empty();
   steps_.resize(count);
   lists_ = {"params", "grads"};
   lists_.insert(lists_.end(), Rule::state_names, Rule::state_names + states);
@@ -78,7 +96,7 @@ void Gather::read(const StepArgs& args) {
   for (size_t i = 0; i < count; ++i) {
     read_param(args, i);
     const View grad = view_of(args.grads[i], "grads", i, place_);
-    add_operand(grad, "grads", i, args.grad_scale.has_value(), steps_[i].g);
+    add_operand(grad, "grads", i, writes_grads_, steps_[i].g);
     for (int k = 0; k < states; ++k) {
       const char* const name = Rule::state_names[k];
       add_operand(view_of(args.states[k * count + i], name, i, place_), name, i, true, steps_[i].state[k]);
@@ -90,6 +108,62 @@ void Gather::read(const StepArgs& args) {
 
 template void Gather::read<Sgd>(const StepArgs& args);
 template void Gather::read<Adam>(const StepArgs& args);
+
+void Gather::keep_gradients() {
+  const size_t lists = lists_.size();
+  for (size_t i = 0; i < regions_.size(); ++i) {
+    const Region& region = regions_[i];
+    if (i % lists == kGrads) {
+      layouts_.push_back({extents_.size(), region.ndim, region.bytes});
+      extents_.insert(extents_.end(), region.sizes, region.sizes + region.ndim);
+      extents_.insert(extents_.end(), region.strides, region.strides + region.ndim);
+    } else if (region.bytes > 0) {
+      written_.push_back({region.data, region.data + region.bytes});
+    }
+  }
+  std::sort(written_.begin(), written_.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < written_.size(); ++i) written_[i].end = std::max(written_[i].end, written_[i - 1].end);
+  regions_ = {};  // its sizes and strides belong to the tensors
+  for (TensorStep& step : steps_) step.first = false;
+}
+
+bool Gather::read_again(const StepArgs& args, int columns) {
+  if (args.grads.size() != steps_.size() || args.grad_scale.has_value() != writes_grads_) return false;
+  if (args.lr_index.empty() == has_lrs_) return false;
+  std::vector<Interval> grads;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const View grad = view_of(args.grads[i], "grads", i, place_);
+    if (!is_laid_out_as_before(grad, i)) return false;
+    const auto* const begin = static_cast<const char*>(grad.data);
+    grads.push_back({begin, begin + layouts_[i].bytes});
+    if (grad.data != steps_[i].g.data && !is_apart(grads.back())) return false;
+  }
+  if (writes_grads_ && !are_apart(grads)) return false;
+  const int64_t groups = groups_;
+  read_hyper(args.hyper, columns);
+  STD_TORCH_CHECK(groups_ == groups, "hyper: expected ", groups, " rows, got ", groups_);
+  for (size_t i = 0; i < steps_.size(); ++i) steps_[i].g.data = const_cast<char*>(grads[i].begin);
+  return true;
+}
+
+bool Gather::is_laid_out_as_before(const View& grad, size_t index) const {
+  const Layout& layout = layouts_[index];
+  const Operand& before = steps_[index].g;
+  const int64_t* const extents = extents_.data() + layout.extents;
+  const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
+  return grad.dtype == before.dtype && grad.ndim == layout.ndim &&
+         std::equal(grad.sizes, grad.sizes + grad.ndim, extents) &&
+         std::equal(grad.strides, grad.strides + grad.ndim, extents + grad.ndim) &&
+         (address(grad.data) - address(before.data)) % kAlignment == 0;
+}
+
+// Returns whether the gradient shares no memory with what is written. Where strides leave gaps it may also return false
+// for one that lies in them.
+bool Gather::is_apart(const Interval& grad) const {
+  const auto after = std::lower_bound(written_.begin(), written_.end(), grad.end,
+                                      [](const Interval& known, const char* end) { return known.begin < end; });
+  return after == written_.begin() || grad.begin >= (after - 1)->end || grad.begin == grad.end;
+}
 
 void Gather::read_hyper(const Tensor& hyper, int columns) {
   const View view = view_of(hyper, "hyper", 0);

@@ -19,6 +19,14 @@ class Gather {
   template <class Rule>
   void read(const StepArgs& args);
 
+  // Lets read_again read the gradients of further steps whose other tensors stay as they are.
+  void keep_gradients();
+
+  // Reads the gradients and hyper of such a step. Returns false, with nothing changed, unless each gradient has the
+  // dtype, the sizes, the strides and the alignment of the one before, none shares memory with what is written, and
+  // there are a scale and learning rates if there were. columns: of hyper.
+  bool read_again(const StepArgs& args, int columns);
+
   const Place& place() const { return place_; }
 
   std::vector<TensorStep>& steps() { return steps_; }
@@ -33,6 +41,18 @@ class Gather {
     int8_t order[kMaxDims];
   };
 
+  // The layout of a gradient. Its sizes and strides are in extents_.
+  struct Layout {
+    size_t extents;
+    int64_t ndim;
+    int64_t bytes;  // from the first to one past the last
+  };
+
+  // Memory from begin to one past the last byte.
+  struct Interval {
+    const char *begin, *end;
+  };
+
   void read_hyper(const Tensor& hyper, int columns);
   void read_param(const StepArgs& args, size_t index);
   static void check_shapes(const TensorList& params, const Tensor& expected);
@@ -44,6 +64,8 @@ class Gather {
   Nest nest_of(const int64_t* strides, const char* list, size_t index) const;
   const Nest* keep_unless_flat(const int64_t* strides, const char* list, size_t index);
   void check_overlap() const;
+  bool is_laid_out_as_before(const View& grad, size_t index) const;
+  bool is_apart(const Interval& grad) const;
 
   Place place_{};
   std::vector<TensorStep> steps_;
@@ -54,6 +76,11 @@ class Gather {
   std::vector<ring_prox::Penalty> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
+  bool writes_grads_ = false, has_lrs_ = false;
+  std::vector<Layout> layouts_;  // of gradients
+  std::vector<int64_t> extents_;
+  // The memory that is written, by its begin. The end is that of the longest among this one and all before it.
+  std::vector<Interval> written_;
 };
 
 }  // namespace loco::optim_step

@@ -302,4 +302,14 @@ void build(GpuTable& table, const Division& division, const std::vector<TensorSt
   builder.write(hyper);
 }
 
+bool refresh(GpuTable& table, const std::vector<TensorStep>& tensors, const Hyper& hyper) {
+  if (table.bytes.empty()) return false;
+  unsigned char* const bytes = table.bytes.data();
+  auto* const grads = reinterpret_cast<void**>(bytes + table.grads);
+  for (size_t i = 0; i < tensors.size(); ++i) grads[i] = tensors[i].g.data;
+  std::copy_n(hyper.rows, hyper.groups * hyper.columns, reinterpret_cast<double*>(bytes + table.hyper));
+  std::copy(hyper.lrs.begin(), hyper.lrs.end(), reinterpret_cast<DeviceScalar*>(bytes + table.lrs));
+  return true;
+}
+
 }  // namespace loco::optim_step

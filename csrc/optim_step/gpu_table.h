@@ -173,4 +173,8 @@ extern const Division kCudaDivision;
 void build(GpuTable& table, const Division& division, const std::vector<TensorStep>& tensors, const Hyper& hyper,
            bool has_metric);
 
+// Writes the addresses of the gradients and the hyper-parameters into a table that has been built from the same
+// tensors. Returns false, with nothing changed, for an empty table and for one with other numbers of hyper-parameters.
+bool refresh(GpuTable& table, const std::vector<TensorStep>& tensors, const Hyper& hyper);
+
 }  // namespace loco::optim_step

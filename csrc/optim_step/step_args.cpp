@@ -39,6 +39,15 @@ StepArgs unpack(StableIValue* stack) {
   return a;
 }
 
+AgainArgs unpack_again(StableIValue* stack) {
+  AgainArgs again{};
+  StepArgs& a = again.args;
+  Stack from{stack};
+  const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
+  take(again.held, a.grads, a.hyper, a.lrs, a.lr_index, a.grad_scale, a.found_inf, again.check);
+  return again;
+}
+
 std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const Place& place) {
   const Ints& index = args.lr_index;
   if (index.empty()) return {};

@@ -32,7 +32,7 @@ struct StepArgs {
   std::optional<Tensor> grad_scale, found_inf;
   Ints ordinals;  // read only for stochastic rounding
   std::optional<int64_t> seed;
-  int64_t rounding_step;
+  int64_t rounding_step = 0;
   std::optional<Tensor> shapes;  // expected of the parameters: number of dimensions and sizes, one after the other
 
   Rounding rounding() const {
@@ -42,6 +42,15 @@ struct StepArgs {
 
 // Takes the arguments, in the schema's order, off the stack of a boxed call.
 StepArgs unpack(StableIValue* stack);
+
+// The arguments of torch.ops.loco_ext.optim_step_again; args has those that a held step reads anew.
+struct AgainArgs {
+  Tensor held;
+  StepArgs args;
+  bool check;
+};
+
+AgainArgs unpack_again(StableIValue* stack);
 
 // Returns a view of each group's entry in lrs, shape [groups]. Its data is null if the group has none. The result is
 // empty if lr_index is.

@@ -32,6 +32,8 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,13 +202,45 @@ def run_step(args: StepArgs) -> None:
         torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
 
 
-def run_again(args: StepArgs) -> None:
-    """Make a step in the compiled library like one that :func:`run_step` has made, with lists of the same lengths.
+def run_and_hold(chosen: str, args: StepArgs) -> Any:
+    """Make a step by kernels like one that :func:`run_step` has made, and return it for :func:`run_again`.
+
+    ``chosen``: the backend, native or triton. Raises RuntimeError, with nothing written, if the library refuses it.
+    """
+    held: Any
+    if chosen == "triton":
+        held = _triton().optim_step(args)
+    else:
+        held = backends.operators().optim_step_hold(*args.for_operator())
+    torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
+    return held
+
+
+def run_again(chosen: str, held: Any, args: StepArgs, written: Sequence[Tensor], check: bool = False) -> bool:
+    """Make a step once more; return False, with nothing written, if the gradients do not fit it.
+
+    Args:
+        chosen: the backend that has made the step.
+        held: what :func:`run_and_hold` has returned for it.
+        args: gradients, hyper-parameters and scalars count; the library trusts that parameters, states and step counts
+            lie where they did.
+        written: the parameters, states and step counts.
+        check: return whether the gradients fit, and make no step.
 
     Raises RuntimeError, with nothing written, if the library refuses it.
     """
-    backends.operators().optim_step(*args.for_operator())
-    torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
+    if chosen == "triton":
+        fits = _triton().optim_step_again(held, args, check)
+    else:
+        scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
+        fits = backends.operators().optim_step_again(held, args.grads, args.hyper, *scalars, check)
+    if fits and not check:
+        torch.autograd.graph.increment_version(written if args.grad_scale is None else chain(written, args.grads))
+    return fits
+
+
+def _triton() -> ModuleType:
+    return importlib.import_module("loco_ext.triton_kernels.optim_step")
 
 
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:
@@ -237,7 +271,7 @@ def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:
     check_lengths(args)
     try:
         if chosen == "triton":
-            importlib.import_module("loco_ext.triton_kernels.optim_step").optim_step(args)
+            _triton().optim_step(args)
         else:
             backends.operators().optim_step(*args.for_operator())
     except RuntimeError:

@@ -1,7 +1,7 @@
 """The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches (usually one batch) and makes one operator call per batch. A
-single call is made again by the next step if only gradients and hyper-parameters differ (``step_cache.py``). Groups
+A step collects the parameters of all groups into batches (usually one batch) and makes one operator call per batch. The
+next step makes the same calls again if only gradients and hyper-parameters differ (``step_cache.py``). Groups
 with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the decay map has been
 applied.
 """
@@ -28,7 +28,7 @@ from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, 
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, same_objects, select
 from loco_ext.optim.states import check_states, restore_states
-from loco_ext.optim.step_cache import StepCache
+from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.optim_step import arithmetic_dtype
@@ -59,7 +59,7 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _cache: StepCache | None
-    _collected: list[Tensor]  # the parameters of the last step if it was a single batch
+    _collected: list[Tensor]  # the parameters of the last step if our operators made all of it
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -176,11 +176,13 @@ class LocalityOptimizer(Optimizer):
         groups = self.param_groups
         if cache is None or not cache.fill(self._plans, groups, self.state):
             return False
-        args = cache.args
-        lrs = [device_lr(group, cache.device) for group in groups]
-        args.lrs, args.lr_index = _indexed(lrs)
-        args.grad_scale, args.found_inf = self._amp_scalars(cache.device)
-        made = cache.step([self._row(group, lr) for group, lr in zip(groups, lrs, strict=True)])
+        for batch in cache.batches:
+            args, own = batch.args, [groups[i] for i in batch.groups]
+            lrs = [device_lr(group, batch.device) for group in own]
+            args.lrs, args.lr_index = _indexed(lrs)
+            args.grad_scale, args.found_inf = self._amp_scalars(batch.device)
+            batch.hyper[:] = [self._row(group, lr) for group, lr in zip(own, lrs, strict=True)]
+        made = cache.step()
         cache.forget()
         if made:
             self._cache = cache
@@ -216,24 +218,31 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(key, batch)
             for param, name, tensor in batch.created:
                 self.state[param][name] = tensor
-        if len(batches) == 1 and not by_torch:
-            ((key, batch),) = batches.items()
+        if not by_torch:
+            self._collected = [param for batch in batches.values() for param in batch.params]
             # A cache that no next step fits would be made in vain: other parameters may have gradients in each step.
-            if same_objects(batch.params, before) and StepCache.possible(plans, key, batch):
-                names = self._state_names(self.param_groups[0])
-                self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
-            self._collected = batch.params
+            if same_objects(self._collected, before) and StepCache.possible(plans, batches):
+                cached = [
+                    CachedBatch(
+                        self._arguments(key, batch, None),
+                        batch.groups,
+                        self.state,
+                        self._state_names(self.param_groups[batch.groups[0]]),
+                    )
+                    for key, batch in batches.items()
+                ]
+                self._cache = StepCache(plans, cached, self.state)
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""
         batches: dict[BatchKey, Batch] = {}
         ordinal = 0
-        for group, plan in zip(self.param_groups, plans, strict=True):
+        for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
             for selection in [] if uses_torch(group) else select(plan):
                 key = self._key(group, selection.device)
                 batch = batches.setdefault(key, Batch())
                 lr = device_lr(group, selection.params[0].device)
-                batch.add(selection, plan, self._row(group, lr), lr, None if key.seed is None else ordinal)
+                batch.add(selection, plan, index, self._row(group, lr), lr, None if key.seed is None else ordinal)
                 self._add_states(group, selection.params, batch)
             ordinal += len(plan.params)
         return batches

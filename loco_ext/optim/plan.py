@@ -170,6 +170,7 @@ class Batch:
     states: list[list[Tensor]] = field(default_factory=lambda: [[], [], []])
     steps: list[Tensor] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)  # the optimizer's groups that have a row
     group_index: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
     # For each group: its learning rate as a tensor that the device reads; None if the row has it.
@@ -182,14 +183,26 @@ class Batch:
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
-        """Add a group's selected parameters; ``ordinal`` is that of the group's first parameter, None if not needed."""
+    def add(
+        self, selection: Selection, plan: Plan, group: int, row: list[float], lr: Tensor | None, ordinal: int | None
+    ) -> None:
+        """Add the selected parameters of a group.
+
+        Args:
+            selection: the parameters.
+            plan: the group's plan.
+            group: its index among the optimizer's groups.
+            row: its row of ``hyper``.
+            lr: its learning rate as a tensor that the device reads, or None.
+            ordinal: that of the group's first parameter, None if not needed.
+        """
         self.plain &= plan.plain
         if selection.penalties or self.penalties:
             self.penalties += [None] * (len(self.params) - len(self.penalties))
             self.penalties += selection.penalties or [None] * len(selection.params)
         self.params += selection.params
         self.grads += selection.grads
+        self.groups.append(group)
         self.group_index += [len(self.rows)] * len(selection.params)
         self.rows.append(row)
         self.lrs.append(lr)

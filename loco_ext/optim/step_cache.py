@@ -1,13 +1,16 @@
-"""The arguments of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
+"""The calls of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
 
-Where parameters are small, collecting them and their states costs more than stepping them. A StepCache refers to
-tensors in Python only, as the optimizer itself does, and knows no pointer, size or stride: the operator reads and
-checks all of them in each step.
+Where parameters are small, collecting, checking and describing them and their states costs more than stepping them. A
+StepCache refers to parameters in Python only, as the optimizer itself does, and to no state. The compiled library keeps
+what it has found out about a step's tensors (``csrc/optim_step/held.h``). That is right while all parameters and states
+lie in the same memory with the same sizes, strides and dtypes; SameTensors compares these in each step, and the library
+reads and checks every gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,82 +18,88 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.optim_step import run_again
+from loco_ext.ops.optim_step import run_again, run_and_hold, run_step
 from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.ops.step_checks import check_step
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 
+# Of the library for CPU tensors, which also reads those on other devices. There is no cache without a library.
+_SameTensors: Any = getattr(backends.library, "SameTensors", None)
+
 States = Mapping[Tensor, dict[str, Any]]
 
 
-class StepCache:
-    """The arguments of a step that was a single operator call, and all that the next step must find unchanged.
+class CachedBatch:
+    """The arguments of one operator call of a step, and how the library keeps them.
 
     Args:
-        plans: the plans of all groups.
-        args: of the step, which has been made; they are changed.
+        args: of the call, which has been made; they are changed.
+        groups: the indices of the optimizer's groups whose rows ``args.hyper`` has.
         state: the optimizer's state.
         names: the keys of the lists of states in each entry of ``state``.
     """
 
-    def __init__(self, plans: list[Plan], args: StepArgs, state: States, names: Sequence[str]) -> None:
-        self.args, self.device = args, args.params[0].device
-        self._plans, self._names, self._forced = plans, names, backends.forced()
-        self._hyper = np.zeros(args.hyper.shape)
-        args.hyper, args.first = torch.from_numpy(self._hyper), ()
-        if any(plan.shapes for plan in plans):
-            numbers = [number for shape in [param.shape for param in args.params] for number in (len(shape), *shape)]
-            args.shapes = torch.from_numpy(np.array(numbers, dtype=np.float64))
-        stepped = set(map(id, args.params))
-        self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
-        self._owners = list(state)
-        places = dict(zip(map(id, self._owners), range(len(state)), strict=True))
+    def __init__(self, args: StepArgs, groups: list[int], state: States, names: Sequence[str]) -> None:
+        self.args, self.groups, self.device = args, groups, args.params[0].device
+        self._chosen = backends.choose("optim_step", self.device)
+        self._names = (*names, "step") if args.rule.counts_steps else tuple(names)
+        self.hyper = np.zeros(args.hyper.shape)  # to be filled for each step
+        args.hyper, args.first = torch.from_numpy(self.hyper), ()
+        places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
-        self.forget()
+        self._held: tuple[Any, Any] | None = None  # where the tensors of a held step lie, and the step
+        self._states: list[dict[str, Any]] = []
+        self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the held step
 
-    @staticmethod
-    def possible(plans: list[Plan], key: BatchKey, batch: Batch) -> bool:
-        """Return whether the step that this batch made was nothing but a call of the compiled operator."""
-        if key.reference or key.seed is not None or not batch.plain or len(batch.rows) != len(plans):
-            return False
-        if any(plan.folded or plan.fake_mode is not None for plan in plans):
-            return False
-        return backends.choose("optim_step", batch.params[0].device) == "native" and _within_kernels(batch)
+    def expect_shapes(self) -> None:
+        """Let the operator refuse parameters of other shapes than now, on which maps and penalties depend."""
+        numbers = [number for param in self.args.params for number in (param.dim(), *param.shape)]
+        self.args.shapes = torch.from_numpy(np.array(numbers, dtype=np.float64))
 
-    def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
-        """Give ``args`` their gradients and states; return False if something else has changed."""
+    def fill(self, owned: list[dict[str, Any]]) -> bool:
+        """Give ``args`` their gradients and states; return False if something is missing. ``owned``: of all params."""
         args = self.args
-        if plans is not self._plans or len(groups) != len(plans):
-            return False
-        if args.params[0].device != self.device or backends.forced() != self._forced:
-            return False
-        if not all(map(Plan.fits_but_for_shapes, plans, groups)):
-            return False
-        if not same_objects(state, self._owners):
+        if args.params[0].device != self.device or (args.penalties and not _within_kernels(args)):
             return False
         grads = [grad for param in args.params if (grad := param.grad) is not None]
-        if len(grads) != len(args.params) or any([param.grad is not None for param in self._without_grad]):
-            return False
-        if args.penalties and not _within_kernels(args):
-            return False
-        owned = list(state.values())
-        states = [owned[place] for place in self._places]
-        try:
-            args.states = [[tensors[name] for tensors in states] for name in self._names]
-            args.steps = [tensors["step"] for tensors in states] if args.rule.counts_steps else ()
-        except KeyError:
+        if len(grads) != len(args.params):
             return False
         args.grads = grads
+        self._states = [owned[place] for place in self._places]
+        if self._held is not None:
+            self._written = self._held[0].find(args.params, self._states, self._names)
+        return self._written is not None or self._collect_states()
+
+    def _collect_states(self) -> bool:
+        """Give ``args`` their states; return False if one is missing."""
+        try:
+            lists = [[tensors[name] for tensors in self._states] for name in self._names]
+        except KeyError:
+            return False
+        self.args.steps = lists.pop() if self.args.rule.counts_steps else ()
+        self.args.states = lists
         return True
 
-    def step(self, rows: list[list[float]]) -> bool:
-        """Make the step with these rows of ``hyper``; return False if the operator refuses it."""
-        self._hyper[:] = rows
+    def step(self, check: bool = False) -> bool:
+        """Make the step with the filled arguments; return False if the operator refuses it.
+
+        With ``check``, return whether the operator accepts it, and write nothing.
+        """
         try:
-            run_again(self.args)
+            if self._held is not None and self._written is not None:
+                if run_again(self._chosen, self._held[1], self.args, self._written, check):
+                    return True
+                self._collect_states()
+            self._held = self._written = None
+            if check:
+                run_step(replace(self.args, found_inf=torch.ones((), device=self.device)))
+            else:
+                held = run_and_hold(self._chosen, self.args)
+                self._held = _SameTensors(self.args.params, self._states, self._names), held
         except Exception:
+            self._collect_states()
             if _accepted(self.args):
                 raise
             return False
@@ -99,6 +108,65 @@ class StepCache:
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
         self.args.grads = self.args.states = self.args.steps = ()
+        self._states, self._written = [], None
+
+
+class StepCache:
+    """The operator calls of a step, and all that the next step must find unchanged.
+
+    Args:
+        plans: the plans of all groups.
+        batches: the calls.
+        state: the optimizer's state.
+    """
+
+    def __init__(self, plans: list[Plan], batches: list[CachedBatch], state: States) -> None:
+        self.batches, self._plans, self._forced = batches, plans, backends.forced()
+        if any(plan.shapes for plan in plans):
+            for batch in batches:
+                batch.expect_shapes()
+        stepped = {id(param) for batch in batches for param in batch.args.params}
+        self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
+        self._owners = list(state)
+        self.forget()
+
+    @staticmethod
+    def possible(plans: list[Plan], batches: Mapping[BatchKey, Batch]) -> bool:
+        """Return whether the step that these batches made was nothing but calls of kernels."""
+        if not batches or any(plan.folded or plan.fake_mode is not None for plan in plans):
+            return False
+        return all(_is_plain_call(key, batch) for key, batch in batches.items())
+
+    def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
+        """Give the calls their gradients and states; return False if something else has changed."""
+        if plans is not self._plans or len(groups) != len(plans) or backends.forced() != self._forced:
+            return False
+        if not all(map(Plan.fits_but_for_shapes, plans, groups)):
+            return False
+        if not same_objects(state, self._owners):
+            return False
+        if any([param.grad is not None for param in self._without_grad]):
+            return False
+        owned = list(state.values())
+        return all([batch.fill(owned) for batch in self.batches])
+
+    def step(self) -> bool:
+        """Make the step with the filled arguments; return False, with nothing written, if an operator refuses it."""
+        if len(self.batches) > 1 and not all([batch.step(check=True) for batch in self.batches]):
+            return False
+        return all([batch.step() for batch in self.batches])
+
+    def forget(self) -> None:
+        """Release the gradients and states, which need not outlive the step."""
+        for batch in self.batches:
+            batch.forget()
+
+
+def _is_plain_call(key: BatchKey, batch: Batch) -> bool:
+    if key.reference or key.seed is not None or not batch.plain:
+        return False
+    chosen = backends.choose("optim_step", batch.params[0].device)
+    return chosen != "reference" and (_within_kernels(batch) if chosen == "native" else not batch.penalties)
 
 
 def _within_kernels(args: StepArgs | Batch) -> bool:

@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import loco_ext
 from loco_ext import optim, sparsity
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import attach_pattern
+from loco_ext.ops import backends
 from tests.covering import covering
 from tests.optim.stepping import params_of
 
@@ -24,6 +26,7 @@ OPTIONS = {
     "SGD without momentum": {"lr": 0.1},
     "AdamW": {"lr": 0.01, "amsgrad": True},
     "Adam with a penalty": {"lr": 0.01, "penalty": sparsity.RingPenalty(0.1)},
+    "SGD of two rules": {"lr": 0.1, "momentum": 0.9},
 }
 SHAPES = {5: (3, 2, 5, 5), 3: (3, 2, 3, 3)}
 LIBRARIES = ("cpu", "cuda_on_cpu")
@@ -34,6 +37,8 @@ def make(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3, bias=False))
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "weight_decay": 0.3}]
+    if "two rules" in name:
+        groups[1] |= {"momentum": 0.0, "maximize": True}
     options = {"weight_decay": 0.1, "locality": (0.5, 2.0), **OPTIONS[name]}
     return model, getattr(optim, name.split()[0])(groups, **options)
 
@@ -90,6 +95,33 @@ def moving_to_double_by_swapping(model, optimizer):
 
 def data_of_other_memory(model, optimizer):
     first(optimizer).data = first(optimizer).detach().clone(memory_format=torch.channels_last)
+
+
+def transposed_data(model, optimizer):
+    first(optimizer).data = first(optimizer).detach().transpose(2, 3)
+
+
+def transposed_states(model, optimizer):
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        value.data = value if name == "step" else value.transpose(2, 3)
+
+
+def states_of_other_memory(model, optimizer):
+    """As where states are moved to another device and back: the tensors stay, their memory does not."""
+    optimizer.old_memory = []  # it stays allocated, so that writing to it goes unpunished
+    for states in optimizer.state.values():
+        for value in states.values():
+            optimizer.old_memory.append(value.detach())
+            value.data = value + 1
+
+
+def states_of_half_the_width(model, optimizer):
+    """A state in the same memory, of the same shape and strides, in bfloat16."""
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        if name != "step":
+            value.view(torch.int32).bitwise_and_(0x3FFF3FFF)
+            narrow = value.view(torch.bfloat16).flatten()[: value.numel()].view(value.shape)
+            optimizer.state[first(optimizer)][name] = narrow
 
 
 def data_of_another_shape(model, optimizer):
@@ -157,6 +189,30 @@ def sparse_gradient(model, optimizer):
 
 def gradient_that_is_the_parameter(model, optimizer):
     first(optimizer).grad = first(optimizer).detach()
+
+
+def gradient_that_overlaps_another_parameter(model, optimizer):
+    first(optimizer).grad = model[1].weight.detach().flatten()[1:55].view(SHAPES[3])
+
+
+def gradient_that_is_a_state(model, optimizer):
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        if name != "step":
+            first(optimizer).grad = value
+
+
+def shared_gradient(model, optimizer):
+    """The gradients of two parameters overlap."""
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    first(optimizer).grad = model[1].weight.grad.flatten()[4:58].view(SHAPES[3])
+
+
+def shared_gradient_of_a_scaled_step(model, optimizer):
+    """Steps that divide gradients by their scale write them."""
+    scaled_gradients(model, optimizer)
+    optimizer.step()
+    optimizer.step()
+    shared_gradient(model, optimizer)
 
 
 def gradients_in_one_buffer(model, optimizer):
@@ -254,6 +310,9 @@ EVENTS = {
     event.__name__: event
     for event in (
         *(nothing, swapping_tensors, moving_to_double, moving_to_double_by_swapping, data_of_other_memory),
+        *(transposed_data, transposed_states, states_of_other_memory, states_of_half_the_width),
+        *(gradient_that_overlaps_another_parameter, gradient_that_is_a_state, shared_gradient),
+        *(shared_gradient_of_a_scaled_step,),
         *(data_of_another_shape, data_of_another_shape_alone, bias_that_becomes_a_kernel, irregular_data),
         *(freed_parameter, shortened_gradient, freed_states, no_gradient_in_a_group, stochastic_rounding),
         *(no_gradient, no_gradients, strided_gradient, negated_gradient, sparse_gradient),
@@ -347,10 +406,10 @@ def two_that_have_stepped(name):
     """Return two equal pairs of model and optimizer, whose next gradients are set."""
     pairs = make(name), make(name)
     for _, optimizer in pairs:
-        for _ in range(2):
+        for _ in range(3):
             set_gradients(optimizer)
             optimizer.step()
-        assert optimizer._cache is not None
+        assert all(batch._held is not None for batch in optimizer._cache.batches)
         set_gradients(optimizer)
     return pairs
 
@@ -359,6 +418,44 @@ def step_and_compare(cached, anew):
     anew._refresh()
     assert step(cached) == step(anew)
     compare(cached, anew)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["SGD", "SGD without momentum", "AdamW"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_after_an_event_triton_kernels_get_the_table_of_a_new_collection(event, name, monkeypatch):
+    """No kernel runs here: a step changes no tensor, and the next one makes the same table."""
+    from loco_ext.triton_kernels import optim_step as triton_steps
+
+    tables = []
+    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
+    monkeypatch.setattr(backends, "KERNELS", kernels)
+    monkeypatch.setattr(triton_steps, "prepare", lambda table, args: None)
+    monkeypatch.setattr(triton_steps, "launch", lambda table, args, scalars: tables.append(table))
+    with loco_ext.backend("triton"):
+        (model, optimizer), _ = two_that_have_stepped(name)
+        EVENTS[event](model, optimizer)
+        before = states_of(optimizer)
+        tables.clear()
+        error = step(optimizer)
+        if states_of(optimizer) != before:
+            return  # the step has made states, which the next one finds
+        optimizer._refresh()
+        assert step(optimizer) == error
+    assert len(tables) in (0, 2)
+    for table in tables[1:]:
+        assert torch.equal(table.memory, tables[0].memory)
+        assert table.launches == tables[0].launches
+
+
+def states_of(optimizer):
+    return [id(value) for states in optimizer.state.values() for value in states.values()]
+
+
+def test_a_step_that_is_none_is_refused():
+    operators, hyper = backends.operators(), torch.zeros(1, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="held: expected the result of optim_step_hold"):
+        operators.optim_step_again(torch.zeros(4096), [torch.ones(1)], hyper, [], [], None, None, False)
 
 
 @pytest.mark.parametrize("way", ["backend", "option"])
@@ -430,20 +527,21 @@ def test_replaced_parameters_end_with_the_next_step():
     assert parameter() is None
 
 
+@pytest.mark.parametrize(("function", "steps"), [("run_and_hold", 2), ("run_again", 3)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_interrupted_step_is_not_repeated(name, monkeypatch):
+def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch):
     """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
     _, optimizer = make(name)
     set_gradients(optimizer)
-    optimizer.step()
-    optimizer.step()
+    for _ in range(steps):
+        optimizer.step()
     made = []
 
-    def broken(args):
+    def broken(*args):
         made.append(args)
         raise RuntimeError("the GPU refused a kernel")
 
-    monkeypatch.setattr("loco_ext.optim.step_cache.run_again", broken)
+    monkeypatch.setattr(f"loco_ext.optim.step_cache.{function}", broken)
     before = [p.detach().clone() for p in params_of(optimizer)]
     with pytest.raises(RuntimeError, match="refused a kernel"):
         optimizer.step()

@@ -12,6 +12,7 @@ from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bit
 from tests.triton_runs import loaded, reserved, saved
 
 BLOCK = 2048  # elements that one program steps
+CPU = torch.device("cpu")
 
 # ---- These functions run in the interpreter's process.
 
@@ -54,7 +55,7 @@ def scalars(data: bytes) -> torch.Tensor:
     from loco_ext.triton_kernels import optim_step
 
     args = loaded(data).arguments()
-    return optim_step.prepare(optim_step.make_table(args), args).numpy()
+    return optim_step.prepare(optim_step.upload_table(optim_step.describe(args), CPU), args).numpy()
 
 
 def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
@@ -69,7 +70,7 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
     w[begin:], g[begin:] = 1, torch.arange(numel - begin)
     hyper = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
     args = StepArgs(SGD, Flags(), [w], [g], [], (), hyper, ordinals=[0], seed=5, rounding_step=3)
-    table = optim_step.make_table(args)
+    table = optim_step.upload_table(optim_step.describe(args), CPU)
     ((kind, first, count),) = table.launches
     assert optim_step.form_of(kind, args).wide == wide
     optim_step.launch(replace(table, launches=[(kind, first + skipped, count - skipped)]), args, None)

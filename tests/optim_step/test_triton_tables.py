@@ -32,7 +32,7 @@ def cache(monkeypatch):
 
 
 def memory_of(case) -> torch.Tensor:
-    return optim_step.make_table(case.arguments()).memory
+    return optim_step.upload_table(optim_step.describe(case.arguments()), CPU).memory
 
 
 def test_an_equal_step_finds_its_table_and_any_change_makes_a_new_one():
@@ -115,7 +115,7 @@ def test_tensors_share_a_launch_if_dtypes_and_layout_allow():
     case.lists["grads"][5] = case.lists["grads"][5].to(torch.bfloat16)
     case.params[6] = torch.zeros(9)[1:]
     args = case.arguments()
-    table = optim_step.make_table(args)
+    table = optim_step.upload_table(optim_step.describe(args), CPU)
     chunks = table.memory[table.chunks_at :].numpy().view(np.int32).reshape(-1, 2)
     owned = {}
     for kind, first, count in table.launches:
