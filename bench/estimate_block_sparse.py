@@ -196,7 +196,6 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype, of_values: torch.dtype) 
 def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, Any], Any]:
     """Return the kernel's name, its number of programs, its options and its code for a GPU; launches nothing."""
     import triton
-
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
     kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
-from triton import cdiv
-
 from loco_ext.triton_kernels import block_sparse_tiles as tiles
 from loco_ext.triton_kernels.block_sparse_kernels import (
     depthwise_product_kernel,
@@ -25,6 +22,8 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
     product_kernel,
     values_kernel,
 )
+from torch import Tensor
+from triton import cdiv
 
 # Bytes of shared memory assumed without a GPU: for the interpreter, and for tests that compile for other machines.
 NO_GPUS_SHARED_MEMORY = 227 * 1024

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
 from loco_ext.triton_kernels.block_sparse_kernels import Form
 
 LEAST = 16  # smallest size of a tile of tl.dot along each axis

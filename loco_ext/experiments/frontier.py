@@ -137,7 +137,7 @@ class FrontierSettings:
 
     def without_penalty(self, width: float, epochs: int) -> Settings:
         """Return a point's training settings without the penalty, for a network that already has its structure."""
-        none = {"penalty": None, "group_norm": "l2", "power": 1, "folded": False, "strength": 0.0, "solver": "prox"}
+        none = {"penalty": None, "group_norm": "l2", "power": 1, "folded": None, "strength": 0.0, "solver": "prox"}
         return replace(self.training, epochs=epochs, width=width, **none)  # type: ignore[arg-type]
 
     def point(self, width: float, strength: float) -> Settings:

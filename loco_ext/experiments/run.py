@@ -116,7 +116,7 @@ def run(
         options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
         options |= {"budget": budget, "teacher": taught}
         train(model, optimizer, data, settings, processes, after_epoch=save, **options)
-        if settings.folded:
+        if settings.penalises_folded:
             zero_dead_filters(model)
         if processes.first:
             _write_metrics(out, history)

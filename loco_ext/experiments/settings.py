@@ -258,8 +258,6 @@ class Settings:
                 if (value := getattr(self, name)) != default:
                     raise SettingsError(f"{name}: expected {default} without macs, parameters or latency, got {value}")
         check_temperature(self)
-        if self.folded is None:
-            object.__setattr__(self, "folded", self.penalty in ("rings", "kernels"))
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")
@@ -284,6 +282,11 @@ class Settings:
             rates = [math.inf]
         if not all(map(math.isfinite, rates)):
             raise SettingsError(f"factor: expected one that leaves the learning rate finite, got {self.factor}")
+
+    @property
+    def penalises_folded(self) -> bool:
+        """Whether the penalty is on weights times the scale of the batch norm behind them."""
+        return self.penalty in ("rings", "kernels") if self.folded is None else self.folded
 
     def make_penalty(self) -> GroupPenalty | None:
         """Return the penalty shared by all convolutions; None also where it differs from layer to layer."""

@@ -106,7 +106,7 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
     penalty = settings.make_penalty()
     if penalty is None:
         return None
-    if not settings.folded:
+    if not settings.penalises_folded:
         return dict.fromkeys(convolutions(model), penalty)
     try:
         return folded_penalties(model, penalty)
@@ -243,7 +243,7 @@ def _agreeing(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, processes: Processes
 ) -> Iterator[None]:
     """Make all processes step with the same running variances inside the ``with`` if the penalty depends on them."""
-    if not settings.folded or processes.count == 1:
+    if not settings.penalises_folded or processes.count == 1:
         yield
         return
     hook = optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model))

@@ -103,7 +103,6 @@ class Compiler:
         wide_values: bool = False,
     ) -> Launch:
         import triton
-
         from loco_ext.triton_kernels import block_sparse
         from loco_ext.triton_kernels.block_sparse_tiles import Gpu, puts_fences
 

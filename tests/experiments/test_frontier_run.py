@@ -260,8 +260,8 @@ def test_settings_say_what_is_trained():
     assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)
     assert (point.epochs, point.learning_rate, point.penalty, point.strength) == (3, 0.02, "rings", 0.3)
     assert point.solver == "subgradient"
-    assert point.folded
-    assert not frontier.FrontierSettings(training, batch_norm="live").point(1.0, 0.3).folded
+    assert point.penalises_folded
+    assert not frontier.FrontierSettings(training, batch_norm="live").point(1.0, 0.3).penalises_folded
     changed = {"penalty", "strength", "solver", "folded", "epochs", "learning_rate"}
     same = asdict(training).keys() - changed
     assert all(getattr(dense, name) == getattr(point, name) == getattr(training, name) for name in same)

@@ -274,7 +274,7 @@ def test_operator_refuses_parameters_of_other_shapes_than_expected(shapes, messa
         (lambda table: table.index_fill(0, torch.tensor([0]), 1e300), "of a number of taps"),
         (lambda table: table.index_fill(0, torch.tensor([3]), 2.0), "expected rings from 0 to 1, got 2"),
         (lambda table: table.index_fill(0, torch.tensor([3]), torch.nan), "expected rings from 0 to 1, got nan"),
-        (lambda table: torch.cat([torch.tensor([8.0]), table[2:]]).double(), "kernels of 8 taps"),
+        (lambda table: torch.cat([torch.tensor([8.0]), table[2:]]).double(), "filters of 8 taps"),
     ],
 )
 def test_operator_refuses_penalties_that_it_cannot_read(change, message):

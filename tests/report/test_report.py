@@ -27,7 +27,7 @@ NAME = '<b>&"rings" $x$'  # of a folder
 RUNS = {
     "seed0": TRAIN,
     "seed1": f"{TRAIN} --seed 1",
-    NAME: f"{TRAIN} --penalty rings --strength 0.1",
+    NAME: f"{TRAIN} --penalty rings --strength 0.5",
     "frontier": f"frontier {PLAIN8} --dense-epochs 1 --strengths 10,0.001 --refit-epochs 0",
     "efcn": f"efcn {PLAIN8} --switch 0,1 --relax lcn --branch-epochs 1 --fcn-epochs 0 --power-iterations 0 "
     "--landscape-samples 25 --interpolation-points 0",
@@ -118,7 +118,7 @@ def test_learning_curves_are_those_of_the_runs_and_means_those_of_their_seeds(ru
             (mean,) = [name for name in page.tables[title][0][0] if name.endswith(f"{samples}, mean of 2")]
             assert page.column(title, mean) == pytest.approx(np.mean(by_run, 0), rel=1e-5)
             alone = [epoch[f"{samples}_{what}"] for epoch in metrics(runs, NAME)]
-            name = f"penalty rings, strength 0.1, {samples}"
+            name = f"penalty rings, strength 0.5, {samples}"
             assert page.column(title, name) == pytest.approx(alone, rel=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_the_table_of_runs_has_their_results_and_what_differs(runs, page):
         assert f"torch {torch.__version__}" in found[name]["code"]
         assert found[name]["training"] == f"{sum(epoch['seconds'] for epoch in metrics(runs, name)):.1f} s"
     assert found["seed1"]["settings that differ"].splitlines() == ["seed 1", "penalty none", "strength 0"]
-    assert found[NAME]["settings that differ"].splitlines() == ["seed 0", "penalty rings", "strength 0.1"]
+    assert found[NAME]["settings that differ"].splitlines() == ["seed 0", "penalty rings", "strength 0.5"]
     small = read(runs, "shrink/report.json")
     assert f"macs after {small['macs_after']:,}" in found["shrink"]["results"]
     (settings,) = [table for table in page.tables["Runs"] if table[0] == ["train", NAME, "seed0", "seed1"]]
