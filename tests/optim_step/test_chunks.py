@@ -66,3 +66,10 @@ def test_every_element_is_in_one_chunk(program, sizes):
         assert 0 < end - begin <= MOST
         ends[tensor] = end
     assert ends == sizes
+
+
+def test_a_short_launch_has_whole_chunks(program):
+    """Its table would otherwise grow with the parameters."""
+    assert len(chunks_of(program, [22500] * 3)) == 9
+    assert len(chunks_of(program, [MOST * 455])) == 455
+    assert len(chunks_of(program, [MOST * 456])) > 1000
