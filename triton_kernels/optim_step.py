@@ -129,7 +129,7 @@ def launch(table: Table, args: StepArgs, scalars: Tensor | None) -> None:
         step_kernel[(count,)](
             table.memory,
             *sections,
-            table.chunks_at + 8 * first,
+            table.chunks_at + 12 * first,
             scalars,
             args.grad_scale,
             args.found_inf,

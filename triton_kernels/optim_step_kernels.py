@@ -306,7 +306,7 @@ def step_kernel(
     entries_at,  # Entry [entries]
     nests_at,  # Nest
     maps_at,  # float64
-    chunks_at,  # (entry, index of the chunk within it), int32 [programs, 2]
+    chunks_at,  # (entry, index of the chunk within it, 1), int32 [programs, 3]
     scalars,  # float64 [entries, SCALARS], from prepare_kernel; None for SGD
     grad_scale,  # one float32 or float64, or None
     found_inf,  # like grad_scale
@@ -316,7 +316,7 @@ def step_kernel(
     FORM: tl.constexpr,
 ):
     """Step one chunk of one tensor."""
-    chunk = (table + chunks_at).to(tl.pointer_type(tl.int32)) + 2 * tl.program_id(0)
+    chunk = (table + chunks_at).to(tl.pointer_type(tl.int32)) + 3 * tl.program_id(0)
     number = tl.load(chunk).to(tl.int64)
     start = tl.load(chunk + 1).to(tl.int64) * BLOCK
     entry = table + entries_at + number * ENTRY_SIZE

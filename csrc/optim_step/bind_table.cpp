@@ -48,7 +48,7 @@ struct Triton {
     GpuTable& table = prepared.table;
     const Hyper hyper = read_hyper(gather, args, Rule::columns);
     if (!refresh(table, gather.steps(), hyper)) {
-      build(table, {kBlock, triton_kind}, gather.steps(), hyper, Rule::has_metric);
+      build(table, {kBlock, 1, triton_kind}, gather.steps(), hyper, Rule::has_metric);
       prepared.bytes =
           torch::stable::new_empty(args.hyper, {static_cast<int64_t>(table.bytes.size())},
                                    torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);

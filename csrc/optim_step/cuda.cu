@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Para
 // Returns the first element of a chunk.
 template <class Rule>
 LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
-  return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kChunk;
+  return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kPart;
 }
 
 // Returns the number of elements of a chunk.
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
-  const int64_t end = entry.head + (chunk.index + 1) * kChunk + LOCO_MISTAKE(step_chunk);
+  const int64_t end = entry.head + (int64_t{chunk.index} + chunk.parts) * kPart + LOCO_MISTAKE(step_chunk);
   return static_cast<uint32_t>((end < entry.numel ? end : entry.numel) - begin_of(p, chunk));
 }
 

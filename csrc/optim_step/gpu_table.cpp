@@ -13,6 +13,8 @@ namespace {
 
 using ring_prox::kAlignment;  // of sections, and of vectors
 
+constexpr int64_t kResident = 456;  // least number of blocks that the largest GPUs hold at a time: 3 on 152 processors
+
 // Returns the number of elements before the first one at a 16-byte boundary.
 int64_t head_of(const TensorStep& t) {
   const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.w.data) % kAlignment);
@@ -243,17 +245,36 @@ class Builder {
   }
 
   // Divides entries without a prox into chunks, sorted by kind, and makes one Work per kind.
+  //
+  // Blocks begin in the order of chunks, and towards the end of a launch fewer and fewer multiprocessors are busy.
+  // Therefore the largest tensors come first, and a chunk has at most as many elements as each block of a GPU would get
+  // of those that are left (guided self-scheduling, Polychronopoulos and Kuck 1987). A launch that has less than a
+  // whole chunk for each of them keeps whole chunks: it is short, and many small chunks would make its table long.
   void add_chunks() {
     table_.works.clear();
-    std::stable_sort(s_.order.begin(), s_.order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const auto& [kind, entry] : s_.order) {
+    const auto parts_of = [&](int32_t entry) {
       const int64_t body = s_.entries[entry].numel - s_.entries[entry].head;
-      const int64_t count = std::max<int64_t>(1, (body + division_.chunk - 1) / division_.chunk);
+      return std::max<int64_t>(1, (body + division_.part - 1) / division_.part);
+    };
+    const auto sort_of = [&](const auto& item) { return std::make_pair(item.first, -s_.entries[item.second].numel); };
+    std::stable_sort(s_.order.begin(), s_.order.end(),
+                     [&](const auto& a, const auto& b) { return sort_of(a) < sort_of(b); });
+    int64_t left = 0;  // parts of the same kind that are in no chunk yet
+    bool is_long = false;
+    for (auto next = s_.order.begin(); next != s_.order.end(); ++next) {
+      const auto [kind, entry] = *next;
       if (table_.works.empty() || table_.works.back().kind != kind) {
         table_.works.push_back({kind, static_cast<int64_t>(s_.chunks.size()), 0});
+        for (auto it = next; it != s_.order.end() && it->first == kind; ++it) left += parts_of(it->second);
+        is_long = left >= kResident * division_.most_parts;
       }
-      for (int64_t k = 0; k < count; ++k) s_.chunks.push_back({entry, static_cast<int32_t>(k)});
-      table_.works.back().count += count;
+      const int64_t parts = parts_of(entry);
+      for (int64_t begin = 0, count; begin < parts; begin += count, left -= count) {
+        const int64_t share = is_long ? (left + kResident - 1) / kResident : division_.most_parts;
+        count = std::min({share, division_.most_parts, parts - begin});
+        s_.chunks.push_back({entry, static_cast<int32_t>(begin), static_cast<int32_t>(count)});
+        ++table_.works.back().count;
+      }
     }
   }
 
@@ -278,7 +299,7 @@ class Builder {
         works.back().count = works.back().filters = 0;
       }
       ProxWork& work = works.back();
-      s_.chunks.push_back({entry, static_cast<int32_t>(work.filters)});
+      s_.chunks.push_back({entry, static_cast<int32_t>(work.filters), 1});
       ++work.count;
       work.filters += of_entry.filters;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
@@ -293,7 +314,7 @@ class Builder {
 
 }  // namespace
 
-const Division kCudaDivision{kChunk, cuda_kind};
+const Division kCudaDivision{kPart, kChunk / kPart, cuda_kind};
 
 void build(GpuTable& table, const Division& division, const std::vector<TensorStep>& tensors, const Hyper& hyper,
            bool has_metric) {

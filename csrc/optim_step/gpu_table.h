@@ -12,7 +12,8 @@
 
 namespace loco::optim_step {
 
-constexpr int64_t kChunk = 8192;  // most elements that a CUDA block steps, not counting an entry's head
+constexpr int64_t kPart = 512;          // a CUDA block steps a multiple of this number of elements
+constexpr int64_t kChunk = 16 * kPart;  // and at most this many, not counting an entry's head
 
 constexpr uint32_t kMostWidth = 8;  // most elements that a thread steps at a time
 // Most coefficients of a cyclic map that a block caches in shared memory, in a step without and with a prox. A vector's
@@ -69,11 +70,13 @@ struct Prox {
   bool channels_fastest;
 };
 
-// Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * Division::chunk. For an entry
-// with a prox the chunk is the whole entry, and index counts the filters of the launch before the entry's first.
+// Elements of an entry: `parts` times Division::part of them from head + index * Division::part on, as far as there are
+// so many, and the head if index is 0. For an entry with a prox the chunk is the whole entry, and index counts the
+// filters of the launch before the entry's first.
 struct Chunk {
   int32_t entry;
   int32_t index;
+  int32_t parts;
 };
 
 // A float32 or float64 scalar in GPU memory; null: absent.
@@ -95,7 +98,8 @@ struct Work {
 
 // How a backend divides a step's elements among launches and blocks.
 struct Division {
-  int64_t chunk;  // most elements that a block steps, not counting an entry's head
+  int64_t part;        // elements
+  int64_t most_parts;  // of a chunk
   // Returns the kind of an entry, and sets its types and head if the backend uses them.
   uint32_t (*kind_of)(const TensorStep& tensor, Entry& entry);
 };

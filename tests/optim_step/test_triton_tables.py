@@ -116,17 +116,17 @@ def test_tensors_share_a_launch_if_dtypes_and_layout_allow():
     case.params[6] = torch.zeros(9)[1:]
     args = case.arguments()
     table = optim_step.upload_table(optim_step.describe(args), CPU)
-    chunks = table.memory[table.chunks_at :].numpy().view(np.int32).reshape(-1, 2)
+    chunks = table.memory[table.chunks_at :].numpy().view(np.int32).reshape(-1, 3)
     owned = {}
     for kind, first, count in table.launches:
         form = optim_step.form_of(kind, args)
         dtypes = "-".join(str(dtype) for dtype in form.dtypes[:3])
         owned[dtypes, form.flat, form.aligned, form.wide] = chunks[first : first + count].tolist()
     assert owned == {
-        ("fp32-fp32-fp32", True, True, False): [[0, 0], [1, 0], [3, 0], [3, 1], [3, 2]],
-        ("fp32-fp32-fp32", False, False, False): [[4, 0]],
-        ("fp32-bf16-fp32", True, True, False): [[5, 0]],
-        ("fp32-fp32-fp32", True, False, False): [[6, 0]],
+        ("fp32-fp32-fp32", True, True, False): [[3, 0, 1], [3, 1, 1], [3, 2, 1], [0, 0, 1], [1, 0, 1]],
+        ("fp32-fp32-fp32", False, False, False): [[4, 0, 1]],
+        ("fp32-bf16-fp32", True, True, False): [[5, 0, 1]],
+        ("fp32-fp32-fp32", True, False, False): [[6, 0, 1]],
     }
 
 
