@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/gpu_memory.h"
 #include "common/mistake.h"
 #include "common/platform.h"
 #include "ring_prox/gpu_table.h"
@@ -44,9 +43,9 @@ struct AddButLast {
 template <typename T, class Weights>
 class Sums {
  public:
-  // memory: solver_bytes of shared memory
-  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch, unsigned char* memory)
-      : weights_(weights), rings_(rings), scratch_(scratch), memory_(memory), warps_(hidden(blockDim.x / 32)) {}
+  // memory: solver_bytes of shared memory. warps: of the block, hidden() where it takes one filter after another.
+  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch, unsigned char* memory, unsigned warps)
+      : weights_(weights), rings_(rings), scratch_(scratch), memory_(memory), warps_(warps) {}
 
   LOCO_DEVICE int rings() const { return rings_; }
   LOCO_DEVICE unsigned char* memory() const { return memory_; }
