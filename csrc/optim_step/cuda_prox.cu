@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     const Ordered<T, on_chip> kernel = ordered(rings);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
-    ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch, memory, hidden(blockDim.x / 32));
+    ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch, memory);
     solver.solve(sums, thresholds, ring_prox::OwnFactor{thresholds});
     write_filter(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();

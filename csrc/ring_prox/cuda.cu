@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) norms(const __grid_cons
   LOCO_SHARED(memory);
   const Kernel<T, staged> kernel(p, blockIdx.x, memory);
   const int rings = p.rings.count;
-  Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch, memory, blockDim.x / 32);
+  Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch, memory);
   const double scale = sums.scaled_squares({squares});
   for (int r = threadIdx.x; r < rings; r += blockDim.x) {
     out[int64_t{blockIdx.x} * rings + r] = static_cast<T>(std::sqrt(squares[r]) / scale);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   LOCO_SHARED(memory);
   constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
   const Kernel<T, staged> kernel(p, blockIdx.x, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
-  Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch, memory, blockDim.x / 32);
+  Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch, memory);
   const Thresholds thresholds = p.thresholds(blockIdx.x);
   solver.solve(sums, thresholds, OwnFactor{thresholds});
   kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     for (int64_t k = blockIdx.x; k < q.filters; k += gridDim.x) {
       __syncthreads();  // the previous filter has been written
       const Kernel<T, staged> kernel(p, k, filter);
-      Sums<T, Kernel<T, staged>> of_filter(kernel, rings, scratch, memory, hidden(blockDim.x / 32));
+      Sums<T, Kernel<T, staged>> of_filter(kernel, rings, scratch, memory);
       double sum = 0;
       solver.solve(of_filter, p.thresholds(k), GivenFactor{factor, sum});
       if (last) {
