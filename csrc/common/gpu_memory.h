@@ -74,6 +74,15 @@ LOCO_DEVICE P* in_global(P* pointer) {
   return pointer;
 }
 
+// Returns x without the compiler knowing so. What is computed from the result is computed where it is needed; from x
+// itself it would be computed before a loop over filters, and take registers in all of the loop.
+LOCO_DEVICE uint32_t hidden(uint32_t x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // N consecutive elements in their stored type, which take a multiple of 16 bytes.
 template <DType dtype, int N>
 union Vector {

@@ -83,7 +83,7 @@ struct RingSums<float, count> {
     const unsigned k = threadIdx.x;
     if (k >= count) return;
     CompensatedSum sum;
-    for (unsigned w = 0; w < blockDim.x / 32; ++w) {
+    for (unsigned w = 0, warps = sums.warps(); w < warps; ++w) {
       sum.add({parts[k][w], k == 0 ? parts[kMostMoments][w] : 0});
     }
     to[k * stride] = static_cast<double>(sum.sum) + static_cast<double>(sum.rest);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/gpu_memory.h"
 #include "common/mistake.h"
 #include "common/platform.h"
 #include "ring_prox/gpu_table.h"
@@ -43,12 +44,13 @@ struct AddButLast {
 template <typename T, class Weights>
 class Sums {
  public:
-  // memory: solver_bytes of shared memory
+  // memory: solver_bytes of shared memory.
   LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch, unsigned char* memory)
       : weights_(weights), rings_(rings), scratch_(scratch), memory_(memory) {}
 
   LOCO_DEVICE int rings() const { return rings_; }
   LOCO_DEVICE unsigned char* memory() const { return memory_; }
+  LOCO_DEVICE unsigned warps() const { return hidden(blockDim.x / 32); }
 
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
@@ -72,7 +74,7 @@ class Sums {
     for (int k = 0; k < count; ++k) {
       const double* parts = scratch_.parts[buffer_][k];
       values[k] = parts[0];
-      for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(k, values[k], parts[w]);
+      for (unsigned w = 1, of = warps(); w < of; ++w) values[k] = op(k, values[k], parts[w]);
     }
   }
 
