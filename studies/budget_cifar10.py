@@ -304,7 +304,7 @@ WAYS = {
     "Budget": Way(gradually),
     "Budget, penalty": Way(penalized),
     "Budget, rings": Way(partial(gradually, granularity="rings")),
-    "Torch-Pruning, global": Way(torch_pruning),
+    tables.PEER: Way(torch_pruning),
     "Torch-Pruning, local": Way(partial(torch_pruning, global_pruning=False)),
     "Torch-Pruning, sparse": Way(partial(torch_pruning, sparse=True)),
     "shrink_to, from scratch": Way(from_scratch),
@@ -317,20 +317,23 @@ WAYS = {
 
 
 def summary(networks: Sequence[Record]) -> list[Record]:
-    """Return the errors of each way and share, compared with those of its reference, its MACs and its latencies."""
+    """Return the errors of each way and share, their differences by seed from those of others, MACs and latencies."""
     found: dict[tuple[float, str], dict[int, Record]] = {}
     for record in networks:
         found.setdefault((record["share"], record["way"]), {})[record["seed"]] = record
     arms = []
     for (share, way), records in sorted(found.items(), key=lambda item: (-item[0][0], list(WAYS).index(item[0][1]))):
-        others = found.get((share, WAYS[way].reference), {})
-        seeds = [seed for seed in records if seed in others]
-        errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
         arm: Record = {"way": way, "share": share, "seeds": len(records)}
         arm["error"] = float(np.mean([record["error"] for record in records.values()]))
-        if len(seeds) > 1:
-            compared = summaries.compare(np.array(errors), np.array(theirs))
-            arm |= {name: compared[name] for name in ("difference", "difference_standard_error")}
+        arm["differences"] = {}
+        for reference in {WAYS[way].reference, tables.PEER} - {way}:
+            others = found.get((share, reference), {})
+            seeds = [seed for seed in records if seed in others]
+            errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
+            if len(seeds) > 1:
+                compared = summaries.compare(np.array(errors), np.array(theirs))
+                names = ("difference", "difference_standard_error")
+                arm["differences"][reference] = {name: compared[name] for name in names}
         arm["macs"] = float(np.mean([record["macs"] for record in records.values()]))
         arm["latencies"] = {
             name: float(np.median([record["latencies"][name] for record in records.values()]))

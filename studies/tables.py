@@ -19,9 +19,10 @@ from loco_ext.analysis.corruptions import FAMILIES
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
+PEER = "Torch-Pruning, global"
 OURS = ("shrink_to", 0.5)
 HALVES = {("dense", 1.0): "dense", ("uniform width", 0.5): "fewer channels", OURS: "`shrink_to`"}
-HALVES["shrink_to, by eights", 0.5] = "`shrink_to(..., round_to=8)`"
+HALVES |= {("shrink_to, by fours", 0.5): "`shrink_to(..., round_to=4)`", (PEER, 0.5): PEER}
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
@@ -361,20 +362,22 @@ def budget_cifar10(report: Record) -> list[Table]:
     """Return the table of the test errors of each way to a network of a budget."""
     settings, rows = report["settings"], []
     for arm in report["arms"]:
-        difference = MISSING
-        if "difference" in arm and arm["way"] not in ("dense", "uniform width", "uniform width, distilled"):
-            difference = f"{arm['difference']:+.2f} ± {arm['difference_standard_error']:.2f}"
+        differences = {
+            reference == PEER: f"{each['difference']:+.2f} ± {each['difference_standard_error']:.2f}"
+            for reference, each in arm["differences"].items()
+        }
+        compared = [differences.get(peer, MISSING) for peer in (False, True)]
         latencies = (f"{ratio:.2f}" for ratio in arm["latencies"].values())
-        row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", difference, str(arm["seeds"])]
+        row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["seeds"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
         f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
-        "test error in percent, mean over seeds; its paired difference from uniform width (distilled if the way is; "
-        "from the dense network for 100%), mean and standard error; MACs and latency of the compacted network over "
-        "those of the dense one"
+        "test error in percent, mean over seeds; its paired differences from uniform width (distilled if the way is; "
+        f"from the dense network for 100%) and from {PEER}, mean and standard error; MACs and latency of the compacted "
+        "network over those of the dense one"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
-    return [Table(title, ["budget", "way", "error", "difference", "seeds", "MACs", *timed], rows)]
+    return [Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "seeds", "MACs", *timed], rows)]
 
 
 def halves(results: Path) -> str:
