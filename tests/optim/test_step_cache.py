@@ -547,3 +547,17 @@ def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch)
         optimizer.step()
     assert len(made) == 1
     assert all(map(torch.equal, params_of(optimizer), before))
+
+
+@pytest.mark.parametrize("native", LIBRARIES, indirect=True)
+@pytest.mark.usefixtures("native")
+def test_a_learning_rate_that_one_call_refuses_keeps_the_others_from_stepping(monkeypatch):
+    """As where that of the second group becomes a tensor of integers on the GPU."""
+    rates = {0.9: torch.tensor(0.1), 0.0: torch.tensor(0.1)}  # by momentum
+    monkeypatch.setattr("loco_ext.optim.base.device_lr", lambda group, device: rates[group["momentum"]])
+    (_, optimizer), _ = two_that_have_stepped("SGD of two rules")
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    rates[0.0] = torch.tensor(1)
+    with pytest.raises(ValueError, match=r"lrs\[0\]: expected one float32 or float64 element"):
+        optimizer.step()
+    assert all(map(torch.equal, params_of(optimizer), before))
