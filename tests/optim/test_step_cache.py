@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
 from loco_ext import optim, sparsity
@@ -561,3 +562,33 @@ def test_a_learning_rate_that_one_call_refuses_keeps_the_others_from_stepping(mo
     with pytest.raises(ValueError, match=r"lrs\[0\]: expected one float32 or float64 element"):
         optimizer.step()
     assert all(map(torch.equal, params_of(optimizer), before))
+
+
+class Recording(TorchDispatchMode):
+    """Keeps our operator's calls, as tracers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "loco_ext":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_recorded_calls_step_parameters_that_have_moved_since(name):
+    (_, cached), (_, anew) = two_that_have_stepped(name)
+    recording = Recording()
+    for optimizer, mode in ((cached, recording), (anew, nullcontext())):
+        with mode:
+            optimizer.step()
+    old_memory = [p.detach() for p in params_of(cached)]  # it stays allocated, so that writing to it goes unpunished
+    for p, old in zip(params_of(cached), old_memory, strict=True):
+        p.data = old.clone()
+    with torch.no_grad():
+        for operator, args in recording.calls:
+            operator(*args)
+    anew.step()
+    compare(cached, anew)
