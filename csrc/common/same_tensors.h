@@ -10,7 +10,8 @@
 namespace loco {
 
 // The memory, sizes, strides, dtypes and devices of parameters and their states. It refers to no tensor, so that all of
-// them can be freed or swapped at any time. A storage that is made smaller moves, and is seen by its address.
+// them can be freed or swapped at any time. DLPack tells neither whether a tensor is lazily negated nor the size of its
+// storage. A storage that is made smaller moves, and is seen by its address unless it moves back.
 //
 // params: a list of tensors. states: a list of dicts, one per parameter, or an empty list. names: a tuple of the keys
 // of the dicts' tensors.

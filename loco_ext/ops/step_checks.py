@@ -36,20 +36,26 @@ def check_step(args: StepArgs, by_kernels: bool = True) -> None:
             _check_map(f"maps[{args.map_index[i]}]", decay_map, i, tuple(param.shape))
     _check_penalties(args.penalties, params)
     device = params[0].device if by_kernels else None
-    for name, scalars in (("steps", args.steps), ("lrs", args.lrs)):
-        for i, scalar in enumerate(scalars):
-            _check_scalar(f"{name}[{i}]", scalar, device)
+    for i, count in enumerate(args.steps):
+        _check_scalar(f"steps[{i}]", count, device)
+    check_scalars(args, device)
+    check_overlap(
+        (f"{name}[{i}]", tensor, name != "grads" or args.grad_scale is not None)
+        for name, tensors in (*operands.items(), ("steps", args.steps))
+        for i, tensor in enumerate(tensors)
+    )
+
+
+def check_scalars(args: StepArgs, device: torch.device | None) -> None:
+    """Raise TypeError or ValueError if a learning rate, grad_scale or found_inf is unusable; device: None for any."""
+    for i, lr in enumerate(args.lrs):
+        _check_scalar(f"lrs[{i}]", lr, device)
     for name, value in (("grad_scale", args.grad_scale), ("found_inf", args.found_inf)):
         if value is not None:
             _check_scalar(name, value, device)
     scale = args.grad_scale
     if scale is not None and scale.is_cpu and scale.item() == 0:
         raise ValueError("grad_scale: expected a number other than 0, got 0")
-    check_overlap(
-        (f"{name}[{i}]", tensor, name != "grads" or scale is not None)
-        for name, tensors in (*operands.items(), ("steps", args.steps))
-        for i, tensor in enumerate(tensors)
-    )
 
 
 def check_lengths(args: StepArgs) -> None:

@@ -21,7 +21,7 @@ from loco_ext.ops import backends
 from loco_ext.ops.optim_step import run_again, run_and_hold, run_step
 from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
-from loco_ext.ops.step_checks import check_step
+from loco_ext.ops.step_checks import check_scalars, check_step
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 
@@ -90,6 +90,8 @@ class CachedBatch:
         try:
             if self._held is not None and self._written is not None:
                 if run_again(self._chosen, self._held[1], self.args, self._written, check):
+                    if check:
+                        check_scalars(self.args, self.device)  # the library reads them in a step alone
                     return True
                 self._collect_states()
             self._held = self._written = None
@@ -140,6 +142,8 @@ class StepCache:
     def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
         """Give the calls their gradients and states; return False if something else has changed."""
         if plans is not self._plans or len(groups) != len(plans) or backends.forced() != self._forced:
+            return False
+        if torch._C._len_torch_dispatch_stack() > 0:  # a mode may record calls for later, when tensors have moved
             return False
         if not all(map(Plan.fits_but_for_shapes, plans, groups)):
             return False

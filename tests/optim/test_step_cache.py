@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
 from loco_ext import optim, sparsity
@@ -547,3 +548,47 @@ def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch)
         optimizer.step()
     assert len(made) == 1
     assert all(map(torch.equal, params_of(optimizer), before))
+
+
+@pytest.mark.parametrize("native", LIBRARIES, indirect=True)
+@pytest.mark.usefixtures("native")
+def test_a_learning_rate_that_one_call_refuses_keeps_the_others_from_stepping(monkeypatch):
+    """As where that of the second group becomes a tensor of integers on the GPU."""
+    rates = {0.9: torch.tensor(0.1), 0.0: torch.tensor(0.1)}  # by momentum
+    monkeypatch.setattr("loco_ext.optim.base.device_lr", lambda group, device: rates[group["momentum"]])
+    (_, optimizer), _ = two_that_have_stepped("SGD of two rules")
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    rates[0.0] = torch.tensor(1)
+    with pytest.raises(ValueError, match=r"lrs\[0\]: expected one float32 or float64 element"):
+        optimizer.step()
+    assert all(map(torch.equal, params_of(optimizer), before))
+
+
+class Recording(TorchDispatchMode):
+    """Keeps our operator's calls, as tracers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "loco_ext":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_recorded_calls_step_parameters_that_have_moved_since(name):
+    (_, cached), (_, anew) = two_that_have_stepped(name)
+    recording = Recording()
+    for optimizer, mode in ((cached, recording), (anew, nullcontext())):
+        with mode:
+            optimizer.step()
+    old_memory = [p.detach() for p in params_of(cached)]  # it stays allocated, so that writing to it goes unpunished
+    for p, old in zip(params_of(cached), old_memory, strict=True):
+        p.data = old.clone()
+    with torch.no_grad():
+        for operator, args in recording.calls:
+            operator(*args)
+    anew.step()
+    compare(cached, anew)
