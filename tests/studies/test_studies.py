@@ -152,15 +152,19 @@ def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(
         assert arm["error"] == pytest.approx(np.mean(mine))
         narrower = "uniform width, distilled" if "distilled" in arm["way"] else "uniform width"
         theirs = errors["dense" if arm["share"] == 1 else narrower, arm["share"]]
-        assert arm["difference"] == pytest.approx(np.mean(mine) - np.mean(theirs))
-        error = stats.sem(np.subtract(mine, theirs))
-        assert arm["difference_standard_error"] == pytest.approx(error)
+        reference = "dense" if arm["share"] == 1 else narrower
+        if arm["way"] != reference:
+            compared = arm["differences"][reference]
+            assert compared["difference"] == pytest.approx(np.mean(mine) - np.mean(theirs))
+            error = stats.sem(np.subtract(mine, theirs))
+            assert compared["difference_standard_error"] == pytest.approx(error)
     assert {arm["way"] for arm in report["arms"]} == set(budget_cifar10.WAYS)
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
 
 
 def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels(tmp_path):
-    ways = {"uniform width": 30.0, "shrink_to": 28.0, "uniform width, distilled": 25.0, "shrink_to, distilled": 24.0}
+    ways = {"uniform width": 30.0, "shrink_to": 28.0, tables.PEER: 29.0}
+    ways |= {"uniform width, distilled": 25.0, "shrink_to, distilled": 24.0}
     networks = [
         {"way": way, "share": 0.5, "seed": seed, "error": error + seed * shift, "macs": 0.5, "latencies": times}
         for times in [dict.fromkeys(budget_cifar10.TIMED.values(), 0.8)]
@@ -168,19 +172,14 @@ def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels(t
         for seed in range(2)
     ]
     arms = {arm["way"]: arm for arm in budget_cifar10.summary(networks)}
-    assert {way: arms[way]["difference"] for way in ways} == {
-        "uniform width": 0.0,
-        "shrink_to": -1.5,
-        "uniform width, distilled": 0.0,
-        "shrink_to, distilled": -0.5,
-    }
     report = {"settings": {"model": "resnet8", "epochs": 2}, "training_samples": 9, "arms": list(arms.values())}
     (table,) = tables.budget_cifar10(report)
-    assert {row[1]: row[3] for row in table.rows} == {
-        "uniform width": tables.MISSING,
-        "shrink_to": "-1.50 ± 0.50",
-        "uniform width, distilled": tables.MISSING,
-        "shrink_to, distilled": "-0.50 ± 0.50",
+    assert {row[1]: row[3:5] for row in table.rows} == {
+        "uniform width": [tables.MISSING, "+0.00 ± 1.00"],
+        "shrink_to": ["-1.50 ± 0.50", "-1.50 ± 0.50"],
+        tables.PEER: ["+0.00 ± 1.00", tables.MISSING],
+        "uniform width, distilled": [tables.MISSING, "-3.50 ± 0.50"],
+        "shrink_to, distilled": ["-0.50 ± 0.50", "-4.00 ± 1.00"],
     }
 
 
