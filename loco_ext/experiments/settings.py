@@ -384,8 +384,12 @@ def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, pat
         epochs: number of completed epochs.
     """
     kept = [field for field in fields(settings) if field.name not in ("epochs", "milestones")]
-    # A run of an earlier version lacks the settings that came later, and had their defaults.
-    different = [f.name for f in kept if getattr(settings, f.name) != recorded.get(f.name, f.default)]
+    # A run of an earlier version lacks the settings that came later, and had their defaults; it recorded whether the
+    # penalty was folded also where that was not chosen.
+    before = {field.name: field.default for field in kept} | dict(recorded)
+    if settings.folded is None and before["folded"] == settings.penalises_folded:
+        before["folded"] = None
+    different = [field.name for field in kept if getattr(settings, field.name) != before[field.name]]
     if settings.epochs < recorded["epochs"]:
         raise SettingsError(f"epochs: expected at least {recorded['epochs']}, as the run in {path} has")
     done = [tuple(m for m in milestones if m < epochs) for milestones in (settings.milestones, recorded["milestones"])]

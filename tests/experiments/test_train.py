@@ -23,7 +23,7 @@ from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
-from loco_ext.experiments.settings import SettingsError, from_preset
+from loco_ext.experiments.settings import SettingsError, check_same, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train
 from tests.covering import covering
 from tests.experiments.runs import CPU, digits, killed_after, quick
@@ -306,6 +306,17 @@ def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
         assert 0.3 * report.macs_before < report.macs_after <= 0.4 * report.macs_before
         sizes = {size for layer in report.layers for size in layer.sizes} - {"0", "1"}
         assert (sizes == {"3x3"}) == (granularity == "filters")
+
+
+def test_a_run_that_recorded_what_its_penalty_was_on_is_resumed_with_that_alone(tmp_path):
+    rings = {"penalty": "rings", "strength": 0.1}
+    for options, folded in (({}, False), (rings, True)):
+        setting = quick(**options)
+        check_same(setting, asdict(setting) | {"folded": folded}, 0, tmp_path)
+    for folded in (None, True):
+        with pytest.raises(SettingsError, match=r"^folded: expected False, as the run in"):
+            check_same(quick(**rings, folded=folded), asdict(quick(**rings)) | {"folded": False}, 0, tmp_path)
+    check_same(quick(**rings, folded=False), asdict(quick(**rings)) | {"folded": False}, 0, tmp_path)
 
 
 TRAIN = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
