@@ -1,7 +1,6 @@
 """Estimates of the Triton kernels of locally connected layers on GPUs, from the code that they compile to.
 
     python -m bench.estimate_block_sparse                    writes bench/results/block_sparse_estimate-triton.json
-    python -m bench.estimate_block_sparse --before OLD.json  also compares with an earlier report, of other kernels
     python -m bench.estimate_block_sparse --layers "64-64 3x3 at 32" --gpus 90    prints a selection
 
 No GPU is needed, and none is measured. The launchers run as usual, and the kernels are compiled for each GPU instead of
@@ -25,7 +24,6 @@ is outside of the main loop are not counted, so that a GPU takes longer.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -256,16 +254,6 @@ def estimates(layer: str, batch: int, arithmetic: str, arch: int) -> list[dict[s
     ]
 
 
-def add_former(results: Sequence[dict[str, Any]], former: Sequence[dict[str, Any]]) -> None:
-    """Put the figures of an earlier report under "before" of the records of the same case."""
-    keys = ("layer", "batch", "arithmetic", "capability", "product")
-    known = {tuple(record[key] for key in keys): record for record in former}
-    for record in results:
-        before = known.get(tuple(record[key] for key in keys))
-        if before is not None:
-            record["before"] = {key: value for key, value in before.items() if key not in (*keys, "gpu", "before")}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Estimate all cases or those chosen, print tables, and write the report."""
     parser = argparse.ArgumentParser(
@@ -274,7 +262,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--arithmetic", nargs="*", choices=ARITHMETIC, default=list(ARITHMETIC))
     parser.add_argument("--gpus", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="compute capabilities")
-    parser.add_argument("--before", type=Path, help="an earlier report, shown beside the new one")
     parser.add_argument("--out", type=Path, help="JSON file; a run of all cases has one in bench/results")
     arguments = parser.parse_args(argv)
     everything = all(getattr(arguments, name) == parser.get_default(name) for name in ("layers", "arithmetic", "gpus"))
@@ -286,8 +273,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for arch in arguments.gpus
         for record in estimates(layer, batch, arithmetic, arch)
     ]
-    if arguments.before is not None:
-        add_former(results, json.loads(arguments.before.read_text())["results"])
     versions = {"triton": machine.package_version("triton")}
     report = {"benchmark": "block_sparse_estimate", "machine": machine.describe() | versions, "results": results}
     tables.publish(report, arguments.out or (OUT if everything else None))

@@ -6,11 +6,9 @@
 Figures in a section are never typed by hand.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import generated, harness, summary
 from bench.table import (
@@ -299,30 +297,17 @@ def block_sparse_estimate(report: Record) -> list[Table]:
     steps: dict[tuple[object, ...], Record] = {}
     for record in results:
         case = {key: record[key] for key in ("layer", "batch", "arithmetic", "gpu")}
-        step = steps.setdefault(
-            tuple(case.values()), case | dict.fromkeys(("floor", "estimate", "before", "casts"), 0.0)
-        )
+        step = steps.setdefault(tuple(case.values()), case | dict.fromkeys(("floor", "estimate", "casts"), 0.0))
         step["floor"] += record["seconds"]["HBM"]
         step["estimate"] += record["estimate"]
         step["casts"] += record["casts"]
-        step["before"] += record.get("before", {}).get("estimate", math.nan)
 
     def us(key: str) -> Callable[[Record], str]:
         return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
 
-    def changed(key: str, form: Callable[[Any], str] = str) -> Callable[[Record], str]:
-        """Return a cell with the figure before, if it was another, an arrow, and the figure."""
-
-        def cell(record: Record) -> str:
-            texts = [form(each[key]) for each in (record.get("before"), record) if each is not None]
-            return " → ".join(dict.fromkeys(texts))
-
-        return cell
-
     cases: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
     limits: Columns = [
         ("floor", us("floor")),
-        ("before", us("before")),
         ("estimate", us("estimate")),
         ("estimate / floor", lambda step: f"{step['estimate'] / step['floor']:.2f}"),
         ("casts spared", us("casts")),
@@ -335,21 +320,21 @@ def block_sparse_estimate(report: Record) -> list[Table]:
             cases + limits,
         ),
         table(
-            "What each kernel takes for the first layer, before → now where it has changed: instructions of the main "
-            "loop, registers of a thread, warps, programs that fit on a multiprocessor, programs, MB that they read "
-            "and write in L2, what bounds the estimate, and microseconds",
+            "What each kernel takes for the first layer: instructions of the main loop, registers of a thread, warps, "
+            "programs that fit on a multiprocessor, programs, MB that they read and write in L2, what bounds the "
+            "estimate, and microseconds",
             [record for record in results if all(record[key] == results[0][key] for key in ("layer", "batch"))],
             [
                 *cases,
                 ("product", shown("product")),
-                ("loop", changed("loop_instructions")),
-                ("registers", changed("registers")),
-                ("warps", changed("warps")),
-                ("resident", changed("resident")),
-                ("programs", changed("programs")),
-                ("L2 MB", changed("l2_bytes", lambda value: f"{value / 1e6:.0f}")),
-                ("bound", changed("bound")),
-                ("us", changed("estimate", lambda value: significant(1e6 * value))),
+                ("loop", shown("loop_instructions")),
+                ("registers", shown("registers")),
+                ("warps", shown("warps")),
+                ("resident", shown("resident")),
+                ("programs", shown("programs")),
+                ("L2 MB", lambda record: f"{record['l2_bytes'] / 1e6:.0f}"),
+                ("bound", shown("bound")),
+                ("us", us("estimate")),
             ],
         ),
     ]
