@@ -46,7 +46,7 @@ class Table:
 
 
 class Held(NamedTuple):
-    """What ``torch.ops.loco_ext.optim_step_table`` returns; ``csrc/schemas.h`` describes it."""
+    """Result of ``torch.ops.loco_ext.optim_step_table``, which ``csrc/schemas.h`` describes."""
 
     table: Tensor
     layout: list[int]

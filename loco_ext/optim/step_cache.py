@@ -25,7 +25,7 @@ from loco_ext.ops.step_checks import check_scalars, check_step
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 
-# Of the library for CPU tensors, which also reads those on other devices. There is no cache without a library.
+# The library for CPU tensors has it, and reads tensors on other devices as well. Without a library there is no cache.
 _SameTensors: Any = getattr(backends.library, "SameTensors", None)
 
 States = Mapping[Tensor, dict[str, Any]]

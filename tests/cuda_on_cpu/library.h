@@ -1,4 +1,4 @@
-// What library.cpp and module.cpp share.
+// The devices that library.cpp and module.cpp take tensors for.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ from tests.tolerances import same_bits
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# What torch's database, which test_db.py steps through, lacks.
+# These options are missing from torch's database, which test_db.py steps through.
 OPTIONS = [
     ("SGD", {"lr": 0.3, "dampening": 0.3}),
     ("SGD", {"lr": 0.3, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),

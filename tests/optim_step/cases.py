@@ -73,7 +73,7 @@ class Gpu:
 
 
 class Elsewhere(Protocol):
-    """What steps cases away from the device of their tensors."""
+    """A way to step cases on another device than that of their tensors."""
 
     def step_in_place(self, case: Case) -> None: ...
 
