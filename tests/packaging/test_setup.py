@@ -1,11 +1,11 @@
 """setup.py reads the CUDA toolkit's folder and GPUs from nvcc; the tests make compilers up."""
 
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
@@ -13,9 +13,9 @@ GENERATIONS = ["75", "80", "86", "89", "90", "100", "120", "121"]
 
 
 @pytest.fixture
-def setup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Run setup.py, asking for the package's name only; return its functions."""
-    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run setup.py without setuptools, which would set up the process's logging; return its functions."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     for name, value in {"CUDA_HOME": str(cpp_extension.CUDA_HOME), "LOCO_CUDA": "0", "MAX_JOBS": "1"}.items():
         monkeypatch.setenv(name, value)
     return runpy.run_path(str(ROOT / "setup.py"))
