@@ -1,7 +1,7 @@
 """Tables of the committed results of the studies, between ``<!-- studies:NAME -->`` and ``<!-- /studies -->``.
 
-python -m studies.tables            rewrites docs/studies.md and the networks of half of the MACs in README.md
-python -m studies.tables --check    exits with 1 if that would change it
+python -m studies.tables            rewrites docs/studies.md, docs/papers.md and the networks in README.md
+python -m studies.tables --check    exits with 1 if that would change them
 """
 
 import json
@@ -15,6 +15,7 @@ import numpy as np
 from bench import generated, machine
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
+from studies import papers
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
@@ -426,9 +427,10 @@ def publish(name: str, out: Path, **content: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite or check docs/studies.md and README.md."""
+    """Rewrite or check docs/studies.md, docs/papers.md and README.md."""
     pages = {
         generated.DOCS / "studies.md": generated.all_sections(RENDERERS, RESULTS),
+        papers.PAGE: papers.sections(),
         generated.README: {"halves": halves(RESULTS)},
     }
     return generated.main("studies", pages, argv)

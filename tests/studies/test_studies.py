@@ -15,6 +15,7 @@ from bench import generated, harness
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data, region_pictures, regions
 from loco_ext.experiments.distillation import Teacher
+from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.train import make_optimizer, train_epoch
 from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import (
@@ -26,6 +27,7 @@ from studies import (
     landscapes_cifar10,
     locality_cifar10,
     locality_sizes_cifar10,
+    papers,
     regions_digits,
     summaries,
     tables,
@@ -52,6 +54,29 @@ def section(name, folder):
 
 def test_the_page_has_the_committed_results():
     assert tables.main(["--check"]) == 0
+
+
+def test_pages_of_papers_are_copied_with_their_figures_and_shown(tmp_path):
+    """What was copied before goes with its figures; links of the section lead from the documentation's page to them."""
+    made, kept, page = tmp_path / "cpu" / "pilcro", tmp_path / "studies" / "kept", tmp_path / "docs" / "papers.md"
+    for name in ("a/first.png", "second.png"):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(name.encode())
+    (kept / "pilcro").mkdir(parents=True)
+    (kept / "pilcro" / "old.png").write_bytes(b"")
+    figures = {"One (of two)": made / "a" / "first.png", "Two": made / "second.png", "None": made / "missing.png"}
+    Page("PILCRO", "Cut down.", [Table("Table 1", {"x": ".1f"}, [[0.25]], ["A note."])], figures).save(made)
+    assert papers.collect(made.parent, kept) == ["pilcro"]
+    copied = {str(path.relative_to(kept / "pilcro")) for path in kept.rglob("*") if path.is_file()}
+    assert copied == {"reproduce.json", "reproduce.md", "a/first.png", "second.png"}
+    shown = papers.sections(kept, page)
+    assert shown["pilcro"] == (
+        "\nCut down.\n\n### Table 1\n\n| x |\n| --- |\n| 0.2 |\n\nA note.\n\n"
+        "![One (of two)](../studies/kept/pilcro/a/first.png)\n\n![Two](../studies/kept/pilcro/second.png)\n\n"
+    )
+    assert shown["loco_reg"] == "\nNot measured yet.\n\n"
+    with pytest.raises(ValueError, match="folder: expected the folder of a preset"):
+        papers.collect(tmp_path, kept)
 
 
 def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(tmp_path, monkeypatch):

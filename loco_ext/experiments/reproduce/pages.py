@@ -62,16 +62,17 @@ class Page:
                 print(note)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the page as plain data."""
+        """Return the page as plain data; figures are paths as a shell in the current folder takes them."""
         tables = [{**asdict(table), "columns": list(table.columns)} for table in self.tables]
         figures = {caption: str(path) for caption, path in self.figures.items() if path.is_file()}
         about = {"title": self.title, "scale": self.scale, "commits": self.commits}
         return about | {"tables": tables, "figures": figures}
 
     def save(self, out: Path) -> None:
-        """Write reproduce.json and reproduce.md to a folder."""
+        """Write reproduce.json and reproduce.md to a folder, whose figures they name by their paths below it."""
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "reproduce.json", self.to_dict())
+        figures = {caption: _below(out, path) for caption, path in self.figures.items() if path.is_file()}
+        write_json(out / "reproduce.json", self.to_dict() | {"figures": figures})
         with replacing(out / "reproduce.md") as temporary:
             temporary.write_text(self._markdown(out))
 
@@ -85,9 +86,13 @@ class Page:
             parts += table.notes
         for caption, path in self.figures.items():
             if path.is_file():
-                parts.append(f"![{caption}]({Path(os.path.relpath(path, out)).as_posix()})")
+                parts.append(f"![{caption}]({_below(out, path)})")
         parts += [f"Code: {', '.join(self.commits)}."] if self.commits else []
         return "\n\n".join(parts) + "\n"
+
+
+def _below(folder: Path, path: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
 
 
 def _text(value: Any, form: str) -> str:
