@@ -8,9 +8,9 @@ namespace loco {
 // optim_step serves all update rules; optim_step/step_args.h describes its arguments, in the same order. `rule` is a
 // RuleId, and `flags` are maximize, l1, nesterov, amsgrad and decoupled. `grads` are written only if `grad_scale` is
 // given. `seed` turns on stochastic rounding. With `shapes`, parameters of any other shapes are refused.
-// optim_step_hold also returns a tensor that owns the step (optim_step/held.h). optim_step_again makes it once more,
-// for parameters and states that lie where they did, or returns false, with nothing written, if the gradients do not
-// fit it. With `check` it only says whether they do.
+// optim_step_cached also returns a tensor that owns the step (optim_step/cached_step.h). optim_step_again makes it once
+// more, for parameters and states that lie where they did, or returns false, with nothing written, if the gradients do
+// not fit it. With `check` it only says whether they do.
 //
 // optim_step_table takes the same arguments and writes nothing. It returns the table for GPU kernels, uint8 on the CPU,
 // where its sections and launches begin (bind_table.cpp), and the step, for which optim_step_table_again writes the
@@ -32,13 +32,13 @@ namespace loco {
   "Tensor[] penalties, int[] penalty_index, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int " \
   "rounding_step, Tensor? shapes"
 
-#define LOCO_AGAIN_ARGS                                                                                       \
-  "Tensor held, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor? grad_scale, Tensor? " \
+#define LOCO_AGAIN_ARGS                                                                                         \
+  "Tensor cached, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor? grad_scale, Tensor? " \
   "found_inf, bool check"
 
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
-  m.def("optim_step_hold(" LOCO_STEP_ARGS ") -> Tensor");
+  m.def("optim_step_cached(" LOCO_STEP_ARGS ") -> Tensor");
   m.def("optim_step_again(" LOCO_AGAIN_ARGS ") -> bool");
   m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[], Tensor)");
   m.def("optim_step_table_again(" LOCO_AGAIN_ARGS ") -> bool");

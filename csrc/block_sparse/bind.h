@@ -21,7 +21,7 @@ inline Indices indices_of(const Tensor& tensor, const char* name) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dims));
   STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && tensor.is_contiguous() &&
-                      place_of(tensor).type == Place::cpu().type,
+                      device_of(tensor).type == DeviceId::cpu().type,
                   name, ": expected a contiguous one-dimensional int64 tensor on the CPU");
   check_storage(tensor, sizeof(int64_t), name, 0);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));

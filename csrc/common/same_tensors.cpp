@@ -37,7 +37,7 @@ SameTensors::SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObjec
 
 PyObject* SameTensors::find(PyObject* params, PyObject* states, PyObject* names) const {
   if (!complete_) Py_RETURN_NONE;
-  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(places_.size()));
+  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(known_.size()));
   if (list == nullptr) return nullptr;
   size_t index = 0;
   const int64_t* extents = extents_.data();
@@ -48,7 +48,7 @@ PyObject* SameTensors::find(PyObject* params, PyObject* states, PyObject* names)
     PyList_SET_ITEM(list, at, tensor);
     return true;
   });
-  if (same && index == places_.size()) return list;
+  if (same && index == known_.size()) return list;
   Py_DECREF(list);
   Py_RETURN_NONE;
 }
@@ -63,7 +63,7 @@ bool SameTensors::read(PyObject* tensor, DLTensor& found) const {
 bool SameTensors::remember(PyObject* tensor) {
   DLTensor found;
   if (!read(tensor, found)) return false;
-  places_.push_back({found.data, found.device, found.dtype, found.ndim});
+  known_.push_back({found.data, found.device, found.dtype, found.ndim});
   extents_.insert(extents_.end(), found.shape, found.shape + found.ndim);
   extents_.insert(extents_.end(), found.strides, found.strides + found.ndim);
   return true;
@@ -72,8 +72,8 @@ bool SameTensors::remember(PyObject* tensor) {
 // Compares the tensor with that of the index, and advances both to the next one.
 bool SameTensors::is_same(PyObject* tensor, size_t& index, const int64_t*& extents) const {
   DLTensor found;
-  if (index == places_.size() || !read(tensor, found)) return false;
-  const Place& known = places_[index++];
+  if (index == known_.size() || !read(tensor, found)) return false;
+  const Identity& known = known_[index++];
   const bool same = found.data == known.data && found.device.device_type == known.device.device_type &&
                     found.device.device_id == known.device.device_id && found.dtype.code == known.dtype.code &&
                     found.dtype.bits == known.dtype.bits && found.ndim == known.ndim &&

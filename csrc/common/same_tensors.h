@@ -25,7 +25,7 @@ class SameTensors {
   PyObject* find(PyObject* params, PyObject* states, PyObject* names) const;
 
  private:
-  struct Place {
+  struct Identity {
     void* data;
     DLDevice device;
     DLDataType dtype;
@@ -38,7 +38,7 @@ class SameTensors {
 
   const DLPackExchangeAPI* api_;
   bool complete_;  // whether all tensors could be read
-  std::vector<Place> places_;
+  std::vector<Identity> known_;
   std::vector<int64_t> extents_;  // of each tensor its sizes, then its strides
 };
 

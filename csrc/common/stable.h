@@ -35,27 +35,27 @@ struct View {
 };
 
 // The device that tensors are expected on. The CPU's index is -1.
-struct Place {
+struct DeviceId {
   int32_t type, index;
 
-  static Place cpu() {
+  static DeviceId cpu() {
     static const int32_t type = aoti_torch_device_type_cpu();
     return {type, -1};
   }
 };
 
-inline Place place_of(TensorRef tensor) {
-  Place place;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.handle, &place.type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.handle, &place.index));
-  return place;
+inline DeviceId device_of(TensorRef tensor) {
+  DeviceId device;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.handle, &device.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.handle, &device.index));
+  return device;
 }
 
-inline std::string place_text(const Place& place) {
-  const std::string type = place.type == Place::cpu().type               ? "cpu"
-                           : place.type == aoti_torch_device_type_cuda() ? "cuda"
-                                                                         : "another type";
-  return place.index < 0 ? type : type + ":" + std::to_string(place.index);
+inline std::string device_text(const DeviceId& device) {
+  const std::string type = device.type == DeviceId::cpu().type            ? "cpu"
+                           : device.type == aoti_torch_device_type_cuda() ? "cuda"
+                                                                          : "another type";
+  return device.index < 0 ? type : type + ":" + std::to_string(device.index);
 }
 
 inline std::string shape_text(const int64_t* sizes, int64_t ndim) {
@@ -101,12 +101,12 @@ inline void check_storage(TensorRef tensor, int64_t element_bytes, const char* l
 // Returns a view of the tensor; throws unless it is on the expected device, of one of the four element types, and
 // inside its storage. Errors name the tensor by list and index: "grads[3]". For layouts without strides or memory of
 // their own (sparse, mkldnn), torch itself throws when asked for these.
-inline View view_of(TensorRef tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
+inline View view_of(TensorRef tensor, const char* list, size_t index, const DeviceId& expected = DeviceId::cpu()) {
   const AtenTensorHandle handle = tensor.handle;
   int32_t code = 0;
-  const Place place = place_of(tensor);
-  STD_TORCH_CHECK(place.type == expected.type && place.index == expected.index, list, "[", index,
-                  "]: expected a tensor on ", place_text(expected), ", got one on ", place_text(place));
+  const DeviceId device = device_of(tensor);
+  STD_TORCH_CHECK(device.type == expected.type && device.index == expected.index, list, "[", index,
+                  "]: expected a tensor on ", device_text(expected), ", got one on ", device_text(device));
   View view;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
   STD_TORCH_CHECK(to_dtype(code, view.dtype), list, "[", index,
@@ -125,7 +125,7 @@ inline View view_of(TensorRef tensor, const char* list, size_t index, const Plac
 }
 
 // Returns a view of a one-element float32 or float64 tensor; throws for any other.
-inline View scalar_view(TensorRef tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
+inline View scalar_view(TensorRef tensor, const char* list, size_t index, const DeviceId& expected = DeviceId::cpu()) {
   const View view = view_of(tensor, list, index, expected);
   STD_TORCH_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
                   "]: expected one float32 or float64 element");

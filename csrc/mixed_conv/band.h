@@ -15,7 +15,7 @@ LOCO_KERNELS_BEGIN
 
 constexpr int64_t kLine = 16;  // elements of a cache line; planes an odd number of lines apart use all cache sets
 
-struct Layout {
+struct BandLayout {
   int64_t lanes;                // in a vector
   int64_t images;               // interleaved images, a power of two
   int64_t columns;              // columns of the result in a vector
@@ -41,8 +41,8 @@ inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
 
 // Return a layout whose bands have at most most_elements elements, unless a band of one row has more, and with at least
 // one band for each thread if there are enough rows.
-inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
-  Layout all{};
+inline BandLayout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
+  BandLayout all{};
   all.lanes = lanes;
   all.images = images_side_by_side(call, lanes);
   all.columns = lanes / all.images;

@@ -44,7 +44,7 @@ std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t filters)
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(order->get(), &code));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(order->get(), &dims));
     STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == filters &&
-                        order->is_contiguous() && place_of(*order).type == Place::cpu().type,
+                        order->is_contiguous() && device_of(*order).type == DeviceId::cpu().type,
                     "order: expected a contiguous int64 tensor of shape (", filters, ") on the CPU");
     check_storage(*order, sizeof(int64_t), "order", 0);
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));

@@ -22,7 +22,7 @@ constexpr int64_t kBandBytes = 384 << 10;  // less than the L2 cache, which the 
 
 // Write the places of the vectors of `rows` rows, row by row.
 template <typename L>
-void fill_places(const Convolution& call, const Layout& layout, const typename L::Word* copy, int64_t first_image,
+void fill_places(const Convolution& call, const BandLayout& layout, const typename L::Word* copy, int64_t first_image,
                  int64_t first_row, int64_t rows, PixelPlace<L>* places) {
   const Images& to = call.to;
   auto* row = static_cast<typename L::Word*>(to.data) + first_image * to.batch_stride + first_row * to.row_stride;
@@ -111,13 +111,13 @@ void convolve_band(const Band<L>& band) {
 
 template <typename L>
 int64_t convolve_items(const Convolution& call) {
-  const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
+  const BandLayout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
   return layout.groups(call) * layout.bands;
 }
 
 template <typename L>
 void convolve_range(const Convolution& call, int64_t begin, int64_t end) {
-  const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
+  const BandLayout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
   const Workspace<L> work(call, layout);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t image = item / layout.bands * layout.images, row = item % layout.bands * layout.rows;

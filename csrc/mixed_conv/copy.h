@@ -1,11 +1,12 @@
-// Copying the pixels that a band depends on, as its Layout describes.
+// Copying the pixels that a band depends on, as its BandLayout describes.
 //
 //   to[channel, row, column % stride, column / stride, image]
 //       = from[first_image + image, channel, first_row * stride + row - top, column - left]
 //
 // with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Transpose)
-// are contiguous. to has the strides of Layout (band.h). One thread copies a band, row by row: for each residue of the
-// column stride, vectors of four elements are loaded and transposed where images or channels have to be interleaved.
+// are contiguous. to has the strides of BandLayout (band.h). One thread copies a band, row by row: for each residue of
+// the column stride, vectors of four elements are loaded and transposed where images or channels have to be
+// interleaved.
 #pragma once
 
 #include <cstring>
@@ -71,7 +72,7 @@ LOCO_HD void copy_side_by_side(const T* from, int64_t count, T* to) {
 struct Span {
   int64_t step, shift, first, past;
 
-  LOCO_HD Span(const Convolution& call, const Layout& layout, int64_t residue)
+  LOCO_HD Span(const Convolution& call, const BandLayout& layout, int64_t residue)
       : step(call.stride[1]), shift(residue - layout.left) {
     first = std::min(layout.width, shift >= 0 ? 0 : (-shift + step - 1) / step);
     past = std::clamp((call.from.width - shift + step - 1) / step, first, layout.width);
@@ -161,7 +162,7 @@ struct Residues {
   int64_t stride;
   uint64_t read = 0;
 
-  LOCO_HD Residues(const Convolution& call, const Layout& layout, int axis) : stride(call.stride[axis]) {
+  LOCO_HD Residues(const Convolution& call, const BandLayout& layout, int axis) : stride(call.stride[axis]) {
     if (stride == 1 || stride > kMost) read = ~read;
     for (const Part* part = call.parts; ~read && part < call.parts + call.count; ++part) {
       const int64_t first = axis ? layout.left - part->left : layout.top - part->top;
@@ -184,7 +185,7 @@ struct Residues {
 
 // Copy what the rows of the result from `first_row` on depend on. Columns outside the images must be zero already.
 template <typename L>
-void copy_band(const Convolution& call, const Layout& layout, int64_t first_image, int64_t first_row,
+void copy_band(const Convolution& call, const BandLayout& layout, int64_t first_image, int64_t first_row,
                typename L::Word* to) {
   using T = typename L::Word;
   const Images& images = call.from;

@@ -30,7 +30,7 @@ bool writes_whole_pixels(const Convolution& call) {
 }
 
 // Write the offsets of the taps of all parts, one part after the other.
-inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
+inline void fill_offsets(const Convolution& call, const BandLayout& layout, int64_t* offsets) {
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     for (int64_t y = 0; y < part->height; ++y) {
       const int64_t row = layout.top - part->top + y * call.dilation[0];
@@ -49,7 +49,7 @@ struct Workspace {
   using Word = typename L::Word;
   static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
 
-  Word* copy;  // copy of a band, see Layout
+  Word* copy;  // copy of a band, see BandLayout
   // Buffers for pixels that are written when all of their channels are done: results is [channels rounded up to
   // squares, lanes of a tile] and transposed [lanes of a vector, channels of a square]. Null if results are written
   // directly.
@@ -58,7 +58,7 @@ struct Workspace {
   int64_t *lane_places, *transposed_places;  // [lanes], offsets of a vector's pixels in the result and in `transposed`
   int64_t* offsets;                          // offsets of taps
 
-  Workspace(const Convolution& call, const Layout& layout) {
+  Workspace(const Convolution& call, const BandLayout& layout) {
     const int64_t channels = writes_whole_pixels<L>(call) ? (call.to.channels + kSquare - 1) / kSquare * kSquare : 0;
     const int64_t copied = layout.elements(call), waiting = channels * kTileLanes;
     const int64_t words = copied + waiting + kSquare * L::kWidth, vectors = layout.rows * layout.vectors;

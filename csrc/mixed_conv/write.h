@@ -21,7 +21,7 @@ template <typename L>
 struct Band {
   using Word = typename L::Word;
   const Convolution& call;
-  const Layout& layout;
+  const BandLayout& layout;
   const Workspace<L>& work;
   int64_t first_image, vectors;
 

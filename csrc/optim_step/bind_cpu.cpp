@@ -20,7 +20,7 @@ bool found_inf(const StepArgs& args) {
 // Returns the learning rate of each row of hyper, shape [groups], or nothing if all are the rows' own.
 std::vector<double> merged_lrs(const StepArgs& args, const double* hyper, int64_t groups, int columns) {
   std::vector<double> result;
-  for (const View& view : read_lrs(args, groups, Place::cpu())) {
+  for (const View& view : read_lrs(args, groups, DeviceId::cpu())) {
     result.push_back(view.data ? value_of(view) : hyper[result.size() * columns]);
   }
   return result;
@@ -44,8 +44,8 @@ struct Cpu {
 
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, Prepared&) {
-    STD_TORCH_CHECK(gather.place().type == Place::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
-                    place_text(gather.place()));
+    STD_TORCH_CHECK(gather.device().type == DeviceId::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
+                    device_text(gather.device()));
     std::vector<TensorStep>& steps = gather.steps();
     Call call;
     call.grad_scale = read_grad_scale(args);

@@ -29,8 +29,8 @@ Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, Te
   return memory;
 }
 
-DeviceScalar scalar_or_none(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
-  return tensor ? device_scalar(scalar_view(*tensor, name, 0, place)) : DeviceScalar{nullptr, 0};
+DeviceScalar scalar_or_none(const std::optional<Tensor>& tensor, const char* name, const DeviceId& device) {
+  return tensor ? device_scalar(scalar_view(*tensor, name, 0, device)) : DeviceScalar{nullptr, 0};
 }
 
 struct Cuda {
@@ -40,16 +40,16 @@ struct Cuda {
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, GpuTable& table) {
     if (gather.steps().empty()) return;
-    const Place& place = gather.place();
-    STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
-                    place_text(place));
+    const DeviceId& device = gather.device();
+    STD_TORCH_CHECK(device.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
+                    device_text(device));
     CudaCall call;
-    call.grad_scale = scalar_or_none(args.grad_scale, "grad_scale", place);
-    call.found_inf = scalar_or_none(args.found_inf, "found_inf", place);
+    call.grad_scale = scalar_or_none(args.grad_scale, "grad_scale", device);
+    call.found_inf = scalar_or_none(args.found_inf, "found_inf", device);
     call.options = args.options;
     call.rounding = args.rounding();
-    const torch::stable::accelerator::DeviceGuard guard(place.index);
-    call.stream = current_stream(place.index);
+    const torch::stable::accelerator::DeviceGuard guard(device.index);
+    call.stream = current_stream(device.index);
     check_capture(is_capturing(call.stream), args);
     const Hyper hyper = read_hyper(gather, args, Rule::columns);
     if (!refresh(table, gather.steps(), hyper)) {

@@ -43,8 +43,8 @@ struct Triton {
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, Prepared& prepared) {
     // The kernels read these themselves; here they are checked alone.
-    if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
-    if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
+    if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.device());
+    if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.device());
     GpuTable& table = prepared.table;
     const Hyper hyper = read_hyper(gather, args, Rule::columns);
     if (!refresh(table, gather.steps(), hyper)) {
@@ -64,13 +64,13 @@ struct Triton {
 
 void optim_step_table(StableIValue* stack, uint64_t, uint64_t) {
   StepArgs args = unpack(stack);
-  auto held = std::make_unique<Held<Triton>>(args);
-  held->step(args);
-  held->keep(std::move(args.maps));
-  const Triton::Prepared prepared = held->prepared();
+  auto cached = std::make_unique<CachedStep<Triton>>(args);
+  cached->step(args);
+  cached->keep(std::move(args.maps));
+  const Triton::Prepared prepared = cached->prepared();
   stack[0] = torch::stable::detail::from(prepared.bytes);
   stack[1] = torch::stable::detail::from(prepared.layout);
-  stack[2] = torch::stable::detail::from(HeldSteps<Triton>::own(std::move(held)));
+  stack[2] = torch::stable::detail::from(CachedSteps<Triton>::own(std::move(cached)));
 }
 
 }  // namespace

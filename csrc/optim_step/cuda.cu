@@ -107,11 +107,11 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
   } else {
     const Addresses<Types, Rule> addresses(task);
     const MoveAll<Rule, T> move_all(task);
-    auto place = cycle.at(begin);
+    auto position = cycle.at(begin);
     const auto distance = cycle.distance(stride);
     for (uint32_t k = begin; k < tail; k += stride) {
-      step_vector<Types>(task, addresses, cycle, place, move_all, k);
-      cycle.advance(place, distance);
+      step_vector<Types>(task, addresses, cycle, position, move_all, k);
+      cycle.advance(position, distance);
     }
   }
 }

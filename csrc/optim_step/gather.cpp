@@ -74,7 +74,7 @@ std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 template <class Rule>
 void Gather::read(const StepArgs& args) {
   const size_t count = args.params.size();
-  place_ = count > 0 ? place_of(args.params[0]) : Place::cpu();
+  device_ = count > 0 ? device_of(args.params[0]) : DeviceId::cpu();
   check_length("grads", args.grads.size(), count);
   check_length_unless_empty("group_index", args.group_index, count);
   check_length_unless_empty("map_index", args.map_index, count);
@@ -95,11 +95,11 @@ void Gather::read(const StepArgs& args) {
   regions_.reserve(lists_.size() * count);
   for (size_t i = 0; i < count; ++i) {
     read_param(args, i);
-    const View grad = view_of(args.grads[i], "grads", i, place_);
+    const View grad = view_of(args.grads[i], "grads", i, device_);
     add_operand(grad, "grads", i, writes_grads_, steps_[i].g);
     for (int k = 0; k < states; ++k) {
       const char* const name = Rule::state_names[k];
-      add_operand(view_of(args.states[k * count + i], name, i, place_), name, i, true, steps_[i].state[k]);
+      add_operand(view_of(args.states[k * count + i], name, i, device_), name, i, true, steps_[i].state[k]);
     }
     if (Rule::counts_steps) read_counter(args.steps[i], i);
   }
@@ -114,7 +114,7 @@ void Gather::keep_gradients() {
   for (size_t i = 0; i < regions_.size(); ++i) {
     const Region& region = regions_[i];
     if (i % lists == kGrads) {
-      layouts_.push_back({extents_.size(), region.ndim, region.bytes});
+      grad_layouts_.push_back({extents_.size(), region.ndim, region.bytes});
       extents_.insert(extents_.end(), region.sizes, region.sizes + region.ndim);
       extents_.insert(extents_.end(), region.strides, region.strides + region.ndim);
     } else if (region.bytes > 0) {
@@ -132,10 +132,10 @@ bool Gather::read_again(const StepArgs& args, int columns) {
   if (args.lr_index.empty() == has_lrs_) return false;
   std::vector<Interval> grads;
   for (size_t i = 0; i < steps_.size(); ++i) {
-    const View grad = view_of(args.grads[i], "grads", i, place_);
+    const View grad = view_of(args.grads[i], "grads", i, device_);
     if (!is_laid_out_as_before(grad, i)) return false;
     const auto* const begin = static_cast<const char*>(grad.data);
-    grads.push_back({begin, begin + layouts_[i].bytes});
+    grads.push_back({begin, begin + grad_layouts_[i].bytes});
     if (grad.data != steps_[i].g.data && !is_apart(grads.back())) return false;
   }
   if (writes_grads_ && !are_apart(grads)) return false;
@@ -147,7 +147,7 @@ bool Gather::read_again(const StepArgs& args, int columns) {
 }
 
 bool Gather::is_laid_out_as_before(const View& grad, size_t index) const {
-  const Layout& layout = layouts_[index];
+  const GradLayout& layout = grad_layouts_[index];
   const Operand& before = steps_[index].g;
   const int64_t* const extents = extents_.data() + layout.extents;
   const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
@@ -176,7 +176,7 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
 
 void Gather::read_param(const StepArgs& args, size_t index) {
   TensorStep& step = steps_[index];
-  lead_.view = view_of(args.params[index], "params", index, place_);
+  lead_.view = view_of(args.params[index], "params", index, device_);
   STD_TORCH_CHECK(lead_.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
                   lead_.view.ndim);
   lead_.axes = memory_order(lead_.view.ndim, lead_.view.sizes, lead_.view.strides, lead_.order);
@@ -270,7 +270,7 @@ void Gather::read_penalty(size_t index, int64_t which) {
 }
 
 void Gather::read_counter(TensorRef counter, size_t index) {
-  const View view = scalar_view(counter, "steps", index, place_);
+  const View view = scalar_view(counter, "steps", index, device_);
   steps_[index].counter = view.data;
   steps_[index].counter_dtype = view.dtype;
   add_region(view, "steps", index, true);

@@ -27,7 +27,7 @@ class Gather {
   // there are a scale and learning rates if there were. columns: of hyper.
   bool read_again(const StepArgs& args, int columns);
 
-  const Place& place() const { return place_; }
+  const DeviceId& device() const { return device_; }
 
   std::vector<TensorStep>& steps() { return steps_; }
   const double* hyper() const { return hyper_; }
@@ -42,7 +42,7 @@ class Gather {
   };
 
   // The layout of a gradient. Its sizes and strides are in extents_.
-  struct Layout {
+  struct GradLayout {
     size_t extents;
     int64_t ndim;
     int64_t bytes;  // from the first to one past the last
@@ -67,7 +67,7 @@ class Gather {
   bool is_laid_out_as_before(const View& grad, size_t index) const;
   bool is_apart(const Interval& grad) const;
 
-  Place place_{};
+  DeviceId device_{};
   std::vector<TensorStep> steps_;
   Lead lead_;                       // of the parameter that is being read
   std::vector<const char*> lists_;  // names of the lists of tensors, in the order of each parameter's regions
@@ -77,7 +77,7 @@ class Gather {
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
   bool writes_grads_ = false, has_lrs_ = false;
-  std::vector<Layout> layouts_;  // of gradients
+  std::vector<GradLayout> grad_layouts_;  // of gradients
   std::vector<int64_t> extents_;
   // The memory that is written, by its begin. The end is that of the longest among this one and all before it.
   std::vector<Interval> written_;

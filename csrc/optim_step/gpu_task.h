@@ -181,51 +181,51 @@ struct Cycle {
   }
 
   // An element's place in the cycle.
-  struct Place {
+  struct Position {
     uint32_t within, value;  // its number in its run, and the number of its value
   };
 
   // Returns the place of the element at begin + offset.
-  LOCO_DEVICE Place at(uint32_t offset) const {
+  LOCO_DEVICE Position at(uint32_t offset) const {
     if (period == 0) return {0, 0};
     const uint32_t i = rest + offset, first = LOCO_MISTAKE(step_phase) ? 0 : phase;
     return {i % run, (first + i / run) % period};
   }
 
   // Returns how far `elements` elements are apart in the cycle.
-  LOCO_DEVICE Place distance(uint32_t elements) const {
-    return period == 0 ? Place{0, 0} : Place{elements % run, elements / run % period};
+  LOCO_DEVICE Position distance(uint32_t elements) const {
+    return period == 0 ? Position{0, 0} : Position{elements % run, elements / run % period};
   }
 
   // Advances a place without dividing.
-  LOCO_DEVICE void advance(Place& place, const Place& distance) const {
+  LOCO_DEVICE void advance(Position& position, const Position& distance) const {
     if (period == 0) return;
-    place.within += distance.within;
-    place.value += distance.value;
-    if (place.within >= run) place.within -= run, ++place.value;
-    if (place.value >= period) place.value -= period;
+    position.within += distance.within;
+    position.value += distance.value;
+    if (position.within >= run) position.within -= run, ++position.value;
+    if (position.value >= period) position.value -= period;
   }
 
   // Reads the coefficients of N elements from a place on.
   template <int N, class Rule>
-  LOCO_DEVICE void read(const Task<Rule, T>& task, Place place, T (&c)[N]) const {
+  LOCO_DEVICE void read(const Task<Rule, T>& task, Position position, T (&c)[N]) const {
     static_assert(N <= kMostWidth);
     if (period == 0) {
 #pragma unroll
       for (int k = 0; k < N; ++k) c[k] = uniform;
     } else if (run >= kMostWidth) {  // at most one change
-      const T first = at_value(task, place.value), second = at_value(task, after(place.value));
+      const T first = at_value(task, position.value), second = at_value(task, after(position.value));
 #pragma unroll
-      for (int k = 0; k < N; ++k) c[k] = place.within + k < run ? first : second;
+      for (int k = 0; k < N; ++k) c[k] = position.within + k < run ? first : second;
     } else if (run == 1) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) c[k] = table[place.value + k];
+      for (int k = 0; k < N; ++k) c[k] = table[position.value + k];
     } else {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        c[k] = table[place.value];
-        if (++place.within < run) continue;
-        place = {0, after(place.value)};
+        c[k] = table[position.value];
+        if (++position.within < run) continue;
+        position = {0, after(position.value)};
       }
     }
   }
@@ -380,7 +380,8 @@ struct Addresses {
 // the first.
 template <class Types, class Rule, typename T>
 LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, Rule>& of, const Cycle<T>& cycle,
-                             const typename Cycle<T>::Place& place, const MoveAll<Rule, T>& move_all, uint32_t offset) {
+                             const typename Cycle<T>::Position& position, const MoveAll<Rule, T>& move_all,
+                             uint32_t offset) {
   constexpr int N = Types::width;
   T w[N], g[N], state[kStates][N], c[N];
   load_vector<Types::w, N>(of.w, offset, w);
@@ -395,7 +396,7 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, R
     for (int k = 0; k < N; ++k) g[k] = g[k] / scale;
     store_vector<Types::w, N>(of.g, offset, g, of.g_aligned);
   }
-  cycle.read(task, place, c);
+  cycle.read(task, position, c);
   decay_all(task, w, g, c);
   move_all(task, w, g, state);
   store_vector<Types::w, N>(of.w, offset, w);

@@ -12,7 +12,7 @@ inline DeviceScalar device_scalar(const View& view) { return {view.data, view.dt
 
 inline Hyper read_hyper(const Gather& gather, const StepArgs& args, int columns) {
   Hyper hyper{gather.hyper(), gather.groups(), columns, {}};
-  for (const View& view : read_lrs(args, hyper.groups, gather.place())) hyper.lrs.push_back(device_scalar(view));
+  for (const View& view : read_lrs(args, hyper.groups, gather.device())) hyper.lrs.push_back(device_scalar(view));
   return hyper;
 }
 

@@ -44,11 +44,11 @@ AgainArgs unpack_again(StableIValue* stack) {
   StepArgs& a = again.args;
   Stack from{stack};
   const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
-  take(again.held, a.grads, a.hyper, a.lrs, a.lr_index, a.grad_scale, a.found_inf, again.check);
+  take(again.cached, a.grads, a.hyper, a.lrs, a.lr_index, a.grad_scale, a.found_inf, again.check);
   return again;
 }
 
-std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const Place& place) {
+std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const DeviceId& device) {
   const Ints& index = args.lr_index;
   if (index.empty()) return {};
   STD_TORCH_CHECK(static_cast<int64_t>(index.size()) == groups, "lr_index: expected ", groups,
@@ -59,7 +59,7 @@ std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const Place& pl
     if (index[i] == -1) continue;
     STD_TORCH_CHECK(index[i] >= 0 && index[i] < count, "lr_index[", i, "]: expected -1 to ", count - 1, ", got ",
                     index[i]);
-    result[i] = scalar_view(args.lrs[index[i]], "lrs", index[i], place);
+    result[i] = scalar_view(args.lrs[index[i]], "lrs", index[i], device);
   }
   return result;
 }

@@ -43,9 +43,9 @@ struct StepArgs {
 // Takes the arguments, in the schema's order, off the stack of a boxed call.
 StepArgs unpack(StableIValue* stack);
 
-// The arguments of torch.ops.loco_ext.optim_step_again; args has those that a held step reads anew.
+// The arguments of torch.ops.loco_ext.optim_step_again; args has those that a cached step reads anew.
 struct AgainArgs {
-  Tensor held;
+  Tensor cached;
   StepArgs args;
   bool check;
 };
@@ -54,6 +54,6 @@ AgainArgs unpack_again(StableIValue* stack);
 
 // Returns a view of each group's entry in lrs, shape [groups]. Its data is null if the group has none. The result is
 // empty if lr_index is.
-std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const Place& place);
+std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const DeviceId& device);
 
 }  // namespace loco::optim_step

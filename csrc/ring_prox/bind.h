@@ -19,13 +19,13 @@ inline bool same_shape(const View& a, const View& b) {
 
 // A weight tensor of shape [filters, channels, *taps] and the ring of each tap, checked and converted to plain structs.
 struct Reader {
-  Place place;
+  DeviceId device;
   View view;
   std::vector<int> ring_of_tap;
   Shape shape;  // channels_fastest where channels have stride 1 and there are several of them
 
   Reader(const Tensor& weight, const Ints& rings, int64_t count)
-      : place(place_of(weight)), view(view_of(weight, "weight", 0, place)) {
+      : device(device_of(weight)), view(view_of(weight, "weight", 0, device)) {
     STD_TORCH_CHECK(view.ndim >= 2 && view.ndim < kMaxDims, "weight: expected 2 to ", kMaxDims - 1,
                     " dimensions, got shape ", shape_text(view.sizes, view.ndim));
     STD_TORCH_CHECK(count >= 1 && count <= kMaxRings, "rings: expected 1 to ", kMaxRings, " of them, got ", count);
@@ -47,7 +47,7 @@ struct Reader {
 
   // Return the view of another tensor, which must be on the weight's device and have its shape.
   View view_like(const Tensor& tensor, const char* name) const {
-    const View other = view_of(tensor, name, 0, place);
+    const View other = view_of(tensor, name, 0, device);
     STD_TORCH_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim),
                     ", got ", shape_text(other.sizes, other.ndim));
     return other;
@@ -60,16 +60,16 @@ struct ThresholdRows {
   int64_t stride;
 };
 
-// place: the device that the thresholds are on.
+// device: the one that the thresholds are on.
 inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t filters,
-                                     const Place& place = Place::cpu()) {
-  const View t = view_of(thresholds, "thresholds", 0, place);
+                                     const DeviceId& device = DeviceId::cpu()) {
+  const View t = view_of(thresholds, "thresholds", 0, device);
   STD_TORCH_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
                   "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
   STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == filters, "thresholds: expected ", filters, " rows, got ", t.sizes[0]);
   ThresholdRows rows{static_cast<const double*>(t.data), nullptr, t.ndim == 1 ? 0 : t.sizes[1]};
   if (squared) {
-    const View q = view_of(*squared, "squared", 0, place);
+    const View q = view_of(*squared, "squared", 0, device);
     STD_TORCH_CHECK(q.dtype == DType::f64 && same_shape(q, t) && squared->is_contiguous(),
                     "squared: expected a contiguous float64 tensor of the thresholds' shape");
     rows.squared = static_cast<const double*>(q.data);

@@ -42,8 +42,8 @@ CudaCall call_of(const Reader& reader) {
 template <class Launch>
 void run(const CudaCall& call, const Reader& reader, const Tensor& weight, int64_t more, const Launch& launch) {
   if (call.filters == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(reader.place.index);
-  void* stream = current_stream(reader.place.index);
+  const torch::stable::accelerator::DeviceGuard guard(reader.device.index);
+  void* stream = current_stream(reader.device.index);
   const GpuTable table = build(call);
   const auto size = static_cast<int64_t>(table.bytes.size());
   const Tensor memory = torch::stable::new_empty(weight, {size + more}, torch::headeronly::ScalarType::Byte,
@@ -68,9 +68,9 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
 Tensor prox(const Tensor& weight, const Ints& rings, const Tensor& thresholds, const std::optional<Tensor>& squared,
             const std::optional<Tensor>& metric, bool linf, bool joint) {
   const Reader reader(weight, rings, thresholds.size(-1));
-  const bool on_device = place_of(thresholds).type != Place::cpu().type;
+  const bool on_device = device_of(thresholds).type != DeviceId::cpu().type;
   const ThresholdRows rows =
-      read_thresholds(thresholds, squared, reader.filter_count(), on_device ? reader.place : Place::cpu());
+      read_thresholds(thresholds, squared, reader.filter_count(), on_device ? reader.device : DeviceId::cpu());
   Tensor out = torch::stable::empty_like(weight);
   CudaCall call = call_of(reader);
   if (metric) call.metric = placed(reader.view_like(*metric, "metric"));

@@ -211,7 +211,7 @@ def run_and_hold(chosen: str, args: StepArgs) -> Any:
     if chosen == "triton":
         held = _triton().optim_step(args)
     else:
-        held = backends.operators().optim_step_hold(*args.for_operator())
+        held = backends.operators().optim_step_cached(*args.for_operator())
     torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
     return held
 

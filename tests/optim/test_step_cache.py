@@ -455,7 +455,7 @@ def states_of(optimizer):
 
 def test_a_step_that_is_none_is_refused():
     operators, hyper = backends.operators(), torch.zeros(1, 4, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="held: expected the result of optim_step_hold"):
+    with pytest.raises(RuntimeError, match="cached: expected the result of optim_step_cached"):
         operators.optim_step_again(torch.zeros(4096), [torch.ones(1)], hyper, [], [], None, None, False)
 
 

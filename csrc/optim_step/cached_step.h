@@ -1,6 +1,6 @@
 // Keeps a step's tensors, read and checked, for steps in which only gradients, hyper-parameters and scalars differ.
 //
-// A held step has the addresses of parameters and states but refers to none of them: whoever makes the step again has
+// A cached step has the addresses of parameters and states but refers to none of them: whoever makes the step again has
 // to know that all lie where they did (common/same_tensors.h). Gradients are read and checked in each step.
 #pragma once
 
@@ -14,10 +14,10 @@ namespace loco::optim_step {
 
 // Device::Prepared: what Device::step makes from the tensors for itself and uses again.
 template <class Device>
-class Held {
+class CachedStep {
  public:
   // Throws, with nothing written, unless the step can be made.
-  explicit Held(const StepArgs& args) : rule_(args.rule), options_(args.options) {
+  explicit CachedStep(const StepArgs& args) : rule_(args.rule), options_(args.options) {
     rule_ == RuleId::sgd ? gather_.read<Sgd>(args) : gather_.read<Adam>(args);
   }
 
@@ -52,25 +52,25 @@ class Held {
   TensorList maps_;
 };
 
-// The held steps of a device. Each belongs to a tensor, whose data it is.
+// The cached steps of a device. Each belongs to a tensor, whose data it is.
 template <class Device>
-class HeldSteps {
+class CachedSteps {
  public:
-  static Tensor own(std::unique_ptr<Held<Device>> held) {
-    Held<Device>* const step = held.get();
+  static Tensor own(std::unique_ptr<CachedStep<Device>> cached) {
+    CachedStep<Device>* const step = cached.get();
     const int64_t size = sizeof *step, stride = 1;
     Tensor owner = torch::stable::from_blob(step, {&size, 1}, {&stride, 1}, torch::headeronly::DeviceType::CPU,
                                             torch::headeronly::ScalarType::Byte, &forget);
     const std::lock_guard<std::mutex> lock(all().mutex);
-    all().steps.insert(held.release());
+    all().steps.insert(cached.release());
     return owner;
   }
 
-  static Held<Device>& of(const Tensor& owner) {
+  static CachedStep<Device>& of(const Tensor& owner) {
     void* const data = owner.mutable_data_ptr();
     const std::lock_guard<std::mutex> lock(all().mutex);
-    STD_TORCH_CHECK(all().steps.count(data) == 1, "held: expected the result of optim_step_hold");
-    return *static_cast<Held<Device>*>(data);
+    STD_TORCH_CHECK(all().steps.count(data) == 1, "cached: expected the result of optim_step_cached");
+    return *static_cast<CachedStep<Device>*>(data);
   }
 
  private:
@@ -89,7 +89,7 @@ class HeldSteps {
       const std::lock_guard<std::mutex> lock(all().mutex);
       all().steps.erase(data);
     }
-    delete static_cast<Held<Device>*>(data);
+    delete static_cast<CachedStep<Device>*>(data);
   }
 };
 
