@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from tests.block_sparse.pattern_cases import Case, random_case, read_pixels
+from tests.geometry.pattern_cases import Case, random_case, read_pixels
 
 LAYERS = (LocallyConnected1d, LocallyConnected2d, LocallyConnected3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

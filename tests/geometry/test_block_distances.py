@@ -9,7 +9,7 @@ import torch
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
-from tests.block_sparse.pattern_cases import middles, random_case
+from tests.geometry.pattern_cases import middles, random_case
 
 
 def test_offsets_and_classes():

@@ -12,7 +12,7 @@ from torch import nn
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern, ConvGeometry
-from tests.block_sparse.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
+from tests.geometry.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
 
 seeds = pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
 

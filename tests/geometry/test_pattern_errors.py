@@ -8,7 +8,7 @@ from torch import nn
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern, ConvGeometry
-from tests.block_sparse.pattern_cases import MODES
+from tests.geometry.pattern_cases import MODES
 
 
 def test_what_torch_refuses_is_refused():
