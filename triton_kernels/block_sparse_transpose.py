@@ -11,12 +11,15 @@ elements between threads through shared memory. Sizes and strides are given in u
 # mypy: disallow-incomplete-defs=False
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
 ELEMENTS, SIDE = 4096, 64  # of a tile, and along each of its sides unless the other one has fewer
 
 
+@lru_cache(maxsize=256)
 def tile_of(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns of a tile, powers of 2."""
     side = min(triton.next_power_of_2(rows), SIDE)

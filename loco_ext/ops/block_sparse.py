@@ -32,7 +32,7 @@ Consume = Callable[[Iterator[tuple[slice, Tensor]]], None]
 
 _FAMILY = "block_sparse"
 _CPU_PART, _GPU_PART = 2**21, 2**24  # elements of a part of a consumed gradient: little memory, yet enough work
-_LEAST_TRANSPOSED = 2**22  # for fewer elements, a launch takes the host longer than it spares the GPU
+_LEAST_TRANSPOSED = 2**23  # for fewer elements, a launch takes the host longer than it spares the GPU
 
 
 def block_sparse_matmul(
@@ -53,7 +53,9 @@ def block_sparse_matmul(
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
     channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the
-    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place.
+    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place. Large NCHW images on a GPU are
+    copied only once, by a kernel that also casts under autocast; that copy is saved in place of ``x``, and the gradient
+    of ``x`` has its order in memory.
 
     Args:
         x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.

@@ -69,7 +69,17 @@ def run(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("shape", "layout", "dtypes"),
     covering(
-        [(1, 1, 1), (2, 1, 67), (3, 67, 1), (2, 5, 7), (2, 64, 16), (3, 131, 67), (1, 4099, 3), (1, 3, 4099), (0, 3, 4)],
+        [
+            (1, 1, 1),
+            (2, 1, 67),
+            (3, 67, 1),
+            (2, 5, 7),
+            (2, 64, 16),
+            (3, 131, 67),
+            (1, 4099, 3),
+            (1, 3, 4099),
+            (0, 3, 4),
+        ],
         [plain, cut_out, samples_innermost, negated, expanded],
         [(F64, F64), (F32, F32), (BF16, BF16), (F16, F16), (F32, F16), (F32, BF16), (F16, F32), (BF16, F32)],
     ),
@@ -90,7 +100,7 @@ def far_rows() -> tuple[Any, ...]:
     from loco_ext.triton_kernels.block_sparse import block_sparse_transposed
 
     strides = (2**31 + 3, 1, 2**30 - 1)
-    x = reserved(2 * strides[0] + 2 * strides[2] + 5, F16).as_strided((3, 5, 2), strides).copy_(torch.randn(3, 5, 2))
+    x = reserved(strides[0] + 3 * strides[2] + 5, F16).as_strided((2, 5, 4), strides).copy_(torch.randn(2, 5, 4))
     return block_sparse_transposed(x, F32).numpy(), x.contiguous().numpy()
 
 
@@ -258,7 +268,7 @@ def test_images_of_one_channel_or_one_pixel_are_not_transposed(interpreter_proce
 
 @pytest.fixture
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
-    """Choose the GPU's kernels on the CPU; the operators are the CPU's, and transposing, of which it has none, fails."""
+    """Choose the GPU's kernels, yet run the CPU's operators; transposing, which is not one of them, fails."""
     monkeypatch.setattr(backends, "choose", lambda *_: "triton")
     monkeypatch.setattr(block_sparse, "_LEAST_TRANSPOSED", 0)
 
