@@ -96,11 +96,11 @@ def test_the_kernel_copies_every_bit(interpreter_process: ProcessPoolExecutor, s
 
 
 def far_rows() -> tuple[Any, ...]:
-    """Return, in the interpreter's process, a transposed call whose strides exceed 2^31 elements, and the operand."""
+    """Return, in the interpreter's process, activations transposed that span 2^31 elements along two axes, and them."""
     from loco_ext.triton_kernels.block_sparse import block_sparse_transposed
 
-    strides = (2**31 + 3, 1, 2**30 - 1)
-    x = reserved(strides[0] + 3 * strides[2] + 5, F16).as_strided((2, 5, 4), strides).copy_(torch.randn(2, 5, 4))
+    strides = (2**30 + 5, 1, 2**30 - 1)
+    x = reserved(2 * strides[0] + 3 * strides[2] + 5, F16).as_strided((3, 5, 4), strides).copy_(torch.randn(3, 5, 4))
     return block_sparse_transposed(x, F32).numpy(), x.contiguous().numpy()
 
 
