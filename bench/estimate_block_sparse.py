@@ -19,6 +19,9 @@ The estimate of a product is the longest of four times, each as if the GPU did n
 "autocast" has activations in bfloat16 and values in float32, which the kernels convert. Casts before and after them
 would read and write values twice, 6 bytes an element, once for the forward pass and once for the gradient.
 
+Activations are in channels_last. Those of NCHW images are also transposed, the input and the output in the forward pass
+and their gradients in the backward pass; the floor is the time in which each can be read and written once.
+
 The last three are longer where multiprocessors have unequal numbers of programs, or none. Latencies, conflicts and what
 is outside of the main loop are not counted, so that a GPU takes longer.
 """
@@ -228,6 +231,7 @@ def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> di
         "issue": work.steps * loop * warps / (ISSUED * gpu.clock * gpu.multiprocessors * busy),
     }
     casts = 6 * call.values() // call.values_itemsize if call.values_itemsize > call.itemsize else 0
+    transposes = 2 * call.activations * call.itemsize
     return {
         "registers": used["REG"],
         "spilled_bytes": used["STACK"],
@@ -239,6 +243,7 @@ def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> di
         "l2_bytes": work.l2_bytes,
         "floor_bytes": call.floor(),
         "casts": casts / gpu.hbm if product != "gradient of the input" else 0.0,
+        "transposes": transposes / gpu.hbm if product != "gradient of values" else 0.0,
         "seconds": seconds,
         "estimate": max(seconds.values()),
         "bound": max(seconds, key=lambda bound: seconds[bound]),

@@ -297,10 +297,12 @@ def block_sparse_estimate(report: Record) -> list[Table]:
     steps: dict[tuple[object, ...], Record] = {}
     for record in results:
         case = {key: record[key] for key in ("layer", "batch", "arithmetic", "gpu")}
-        step = steps.setdefault(tuple(case.values()), case | dict.fromkeys(("floor", "estimate", "casts"), 0.0))
+        sums = dict.fromkeys(("floor", "estimate", "casts", "transposes"), 0.0)
+        step = steps.setdefault(tuple(case.values()), case | sums)
         step["floor"] += record["seconds"]["HBM"]
         step["estimate"] += record["estimate"]
         step["casts"] += record["casts"]
+        step["transposes"] += record["transposes"]
 
     def us(key: str) -> Callable[[Record], str]:
         return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
@@ -311,11 +313,13 @@ def block_sparse_estimate(report: Record) -> list[Table]:
         ("estimate", us("estimate")),
         ("estimate / floor", lambda step: f"{step['estimate'] / step['floor']:.2f}"),
         ("casts spared", us("casts")),
+        ("floor of transposes", us("transposes")),
     ]
     return [
         table(
             "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
-            "read and written once. Casts spared are those of float32 values under autocast",
+            "read and written once. Casts spared are those of float32 values under autocast. NCHW images are "
+            "transposed besides, for which the last column has the floor",
             list(steps.values()),
             cases + limits,
         ),

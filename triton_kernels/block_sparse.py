@@ -22,6 +22,7 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
     product_kernel,
     values_kernel,
 )
+from loco_ext.triton_kernels.block_sparse_transpose import tile_of, transpose_kernel
 from torch import Tensor
 from triton import cdiv
 
@@ -55,6 +56,22 @@ def block_sparse_value_gradient_float32(
 ) -> Tensor:
     """Return :func:`block_sparse_value_gradient` of half precision in float32."""
     return _value_gradient(x, grad, crow_indices, col_indices, groups, torch.float32)
+
+
+def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` of shape ``[batch, rows, columns]``, whose rows are adjacent in memory, contiguous in the dtype."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x.resolve_neg()  # kernels ignore the lazy negation flag
+    batch, rows, columns = x.shape
+    row_unit, column_unit = tiles.unit_of(rows, x.stride(0), x.stride(2)), tiles.unit_of(columns)
+    height, width = tile_of(rows, columns)
+    sizes = rows // row_unit, columns // column_unit, x.stride(0) // row_unit, x.stride(2) // row_unit
+    with _device(x):
+        kernel = transpose_kernel[(batch * cdiv(rows, height) * cdiv(columns, width),)]
+        kernel(x, y, *sizes, row_unit, column_unit, height, width)
+    return y
 
 
 def _value_gradient(

@@ -21,7 +21,7 @@ from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
 from loco_ext.nn.pruning import blocks_to_keep
 from loco_ext.nn.resizing import loaded_pattern, replace, resize
-from loco_ext.ops.block_sparse import TracerWarningsIgnored
+from loco_ext.ops.block_sparse import TracerWarningsIgnored, contiguous
 from loco_ext.ops.memory_format import suggests_channels_last
 
 _INDICES = ("crow_indices", "col_indices")
@@ -148,7 +148,7 @@ class LocallyConnectedNd(nn.Module):
         y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
         y = y.unflatten(1, self.output_size).movedim(-1, 1)
         if not suggests_channels_last(batch):
-            y = y.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of size-1 axes
+            y = contiguous(y)
         return y if x.dim() == self.axes + 2 else y.squeeze(0)
 
     @classmethod

@@ -32,6 +32,7 @@ Consume = Callable[[Iterator[tuple[slice, Tensor]]], None]
 
 _FAMILY = "block_sparse"
 _CPU_PART, _GPU_PART = 2**21, 2**24  # elements of a part of a consumed gradient: little memory, yet enough work
+_LEAST_TRANSPOSED = 2**23  # for fewer elements, a launch takes the host longer than it spares the GPU
 
 
 def block_sparse_matmul(
@@ -52,7 +53,9 @@ def block_sparse_matmul(
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
     channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the
-    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place.
+    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place. Large NCHW images on a GPU are
+    copied only once, by a kernel that also casts under autocast; that copy is saved in place of ``x``, and the gradient
+    of ``x`` has its order in memory.
 
     Args:
         x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.
@@ -115,7 +118,7 @@ def _checked(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | No
     else:
         x, values, bias = _autocast(x, values, bias)
     _check(x, values, pattern, bias, torch.float32 if wide else None)
-    return x, values, bias
+    return _transposed(x, x.dtype) if _has_fast_transpose(x) else x, values, bias
 
 
 class _Consumer(NamedTuple):
@@ -329,6 +332,23 @@ class _TransformableValueGradient(_ValueGradient):
         return values.unflatten(1, (size, groups)), 1
 
 
+class _Transposed(torch.autograd.Function):
+    """A copy of activations in another order, perhaps in another dtype; the gradient is in their own of both."""
+
+    @staticmethod
+    def compute(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _run("block_sparse_transposed", x, dtype)
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.dtype = arguments[0].dtype
+        return _Transposed.compute(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _transposed(grads[0].transpose(1, 2), ctx.dtype).transpose(1, 2), None
+
+
 _TRANSFORMABLE: dict[Any, Any] = {
     _Matmul: _TransformableMatmul,
     _InputGradient: _TransformableInputGradient,
@@ -385,11 +405,45 @@ def _adjacent(activations: Tensor) -> Tensor:
     """Return the activations with the channels of each pixel adjacent in memory, copied if they are not."""
     if activations.stride(2) == 1 or activations.shape[2] <= 1:
         return activations
+    if _has_fast_transpose(activations):
+        return _transposed(activations, activations.dtype)
     recorded = transforms.are_active() or (torch.is_grad_enabled() and activations.requires_grad)
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
         # contiguous() would leave an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
     return backends.operators().block_sparse_by_pixel(activations)
+
+
+def contiguous(images: Tensor) -> Tensor:
+    """Return a contiguous copy of images ``(N, C, *size)``, whose axes of size 1 also have the strides of such ones."""
+    if not torch.compiler.is_compiling() and images.numel() >= _LEAST_TRANSPOSED:
+        activations = images.flatten(2)
+        if _has_fast_transpose(activations):
+            return _transposed(activations, images.dtype).view(images.shape)
+    return images.clone(memory_format=torch.contiguous_format)  # contiguous() would keep the strides of size-1 axes
+
+
+def _transposed(activations: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the activations in the dtype, with the entries of the last dimension adjacent in memory."""
+    if _has_fast_transpose(activations):
+        return _differentiable(_Transposed, activations, dtype)
+    return _adjacent(activations).to(dtype)
+
+
+def _has_fast_transpose(activations: Tensor) -> bool:
+    """Return whether a kernel of ours transposes activations faster than torch's copy, which serves any strides.
+
+    Compilers get torch's copy, which they fuse with what is before or behind it.
+    """
+    return (
+        activations.stride(2) != 1
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and activations.numel() >= _LEAST_TRANSPOSED
+        and activations.stride(1) == 1
+        and min(activations.shape[1:]) > 1
+        and not transforms.are_active()
+        and backends.choose(_FAMILY, activations.device) == "triton"
+    )
 
 
 def _reads_by_channel(x: Tensor, values: Tensor) -> bool:
@@ -422,10 +476,13 @@ def _autocast(*tensors: Any) -> Any:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
 
-    def eligible(tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    def cast(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        dense = tensor.dim() == 3 and tensor.layout == torch.strided
+        return _transposed(tensor, dtype) if dense and _has_fast_transpose(tensor) else tensor.to(dtype)
 
-    return tuple(tensor.to(dtype) if eligible(tensor) else tensor for tensor in tensors)
+    return tuple(map(cast, tensors))
 
 
 def _check(
@@ -503,6 +560,8 @@ _TRACED.define(
     "block_sparse_value_gradient_float32(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int groups) "
     "-> Tensor"
 )
+# A contiguous copy of x, of which the entries of dimension 1 are adjacent in memory; on GPUs alone.
+_TRACED.define("block_sparse_transposed(Tensor x, ScalarType dtype) -> Tensor")
 
 
 @torch.library.impl(_TRACED, "block_sparse_traced", "CompositeImplicitAutograd")
@@ -517,6 +576,7 @@ if backends.library is not None:
         "block_sparse_input_gradient",
         "block_sparse_value_gradient",
         "block_sparse_value_gradient_float32",
+        "block_sparse_transposed",
     ):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
 
@@ -558,3 +618,7 @@ if backends.library is not None:
         backends.check_one_device(x=x, grad=grad)
         shape = (col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups)
         return x.new_empty(shape, dtype=torch.float32)
+
+    @torch.library.register_fake("loco_ext::block_sparse_transposed")
+    def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_empty(x.shape, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from bench import ahead_of_time, estimate_block_sparse, generated, tables
@@ -47,6 +48,8 @@ def test_estimates_are_written_and_shown(tmp_path, monkeypatch):
         assert record["estimate"] == max(record["seconds"].values()) >= record["seconds"]["HBM"] > 0
         assert record["l2_bytes"] >= record["floor_bytes"]
         assert 0 < record["registers"] <= 255
+        transposed = 0 if record["product"] == "gradient of values" else record["batch"] * 16 * (9 + 9)
+        assert record["transposes"] == pytest.approx(2 * 2 * transposed / 3.35e12)
         assert record["loop_instructions"] > 20
     text = generated.section("block_sparse_estimate", tables.RENDERERS, tmp_path)
     assert "no GPU has been measured" in text

@@ -13,7 +13,7 @@ import torch
 
 from bench.ahead_of_time import Driver, Warmed, gpu, resources
 from tests.covering import covering, slow
-from tests.triton_runs import CUDA, count, needs_compiler
+from tests.triton_runs import CUDA, count, needs_compiler, vectors
 
 pytestmark = needs_compiler
 
@@ -121,6 +121,20 @@ class Compiler:
         ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
         used = resources(compiled.asm["cubin"]) if compiles and arch != AMD else {}
         return Launch(grid, options, compiled, used)
+
+    def transpose(self, x: torch.Tensor, dtype: torch.dtype, arch: int | str = 90) -> Launch:
+        """Return the launch that makes the transposed view of ``x`` contiguous."""
+        import triton
+        from loco_ext.triton_kernels import block_sparse
+
+        kernel = Warmed(block_sparse.transpose_kernel)
+        with self.patch.context() as patch:
+            target = gpu("hip" if arch == AMD else "cuda", arch)
+            patch.setattr(triton.runtime.driver, "_active", Driver(target))
+            patch.setattr(block_sparse, "transpose_kernel", kernel)
+            block_sparse.block_sparse_transposed(x.transpose(1, 2), dtype)
+        ((grid, options, compiled),) = kernel.launches
+        return Launch(grid, options, compiled, {} if arch == AMD else resources(compiled.asm["cubin"]))
 
 
 def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_values: bool) -> None:
@@ -374,3 +388,30 @@ def test_kernels_compile_for_amd(compiler, product, arithmetic):
         assert launch.shared <= AMD_SHARED_MEMORY
         if arithmetic == "half" and layer.depth > 1:
             assert count(r"v_mfma_f32", text) > 0
+
+
+TRANSPOSED = [(BF16, BF16), (F32, BF16), (BF16, F32), (F32, F32), (F64, F64)]
+
+
+@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100])])
+@pytest.mark.parametrize("dtypes", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("sizes", [(64, 1024), (1024, 64), (16, 4096), (512, 16)], ids=str)
+def test_transposing_loads_and_stores_16_bytes_at_a_time(compiler, sizes, dtypes, arch):
+    launch = compiler.transpose(torch.empty(3, *sizes, dtype=dtypes[0]), dtypes[1], arch)
+    assert launch.grid == (3 * sizes[0] * sizes[1] // 4096,)
+    loads, stores = (4096 * dtype.itemsize // (16 * 128) for dtype in dtypes)  # of each of 128 threads
+    assert vectors(launch.compiled.asm["ptx"]) == (loads, stores)
+    assert (launch.count(r"ld\.global"), launch.count(r"st\.global")) == (loads, stores)
+    assert launch.count(r"cvt\.rn\.bf16x2\.f32") == (16 if dtypes == (F32, BF16) else 0)
+    assert launch.resources["STACK"] == 0
+    assert launch.resources["REG"] <= 64
+    assert 3 * (launch.shared + 1024) <= SHARED_MEMORY[120] + 1024
+
+
+@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, AMD])])
+def test_transposing_odd_sizes_has_vectors_on_the_even_side(compiler, arch):
+    odd = torch.empty(3, 64, 49, dtype=BF16), torch.empty(3, 49, 64, dtype=BF16)
+    launches = [compiler.transpose(x, BF16, arch) for x in odd]
+    if arch != AMD:
+        assert [vectors(launch.compiled.asm["ptx"]) for launch in launches] == [(0, 4), (4, 0)]
+        assert all(launch.resources["STACK"] == 0 for launch in launches)

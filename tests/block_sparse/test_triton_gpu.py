@@ -1,6 +1,7 @@
 """Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from torch import Tensor
 import loco_ext
 from loco_ext import ops
 from loco_ext.geometry import BlockPattern
+from loco_ext.nn import LocallyConnected2d
+from loco_ext.ops import block_sparse
 from tests.block_sparse.cases import CASES, FLOATS, Case, Problem, dense_results, make_problem, sizes_of_terms
 from tests.block_sparse.test_product import channels_first, in_wider_rows, results, shifted, spread
 from tests.block_sparse.test_triton import HERE
@@ -184,3 +187,29 @@ def test_autocast_compiles_into_one_graph():
 
     eager, compiled = (f(*leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")))
     torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in (eager, compiled)))
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 1024), (2, 67, 131), (1, 16, 4096), (2, 1000, 3)], ids=str)
+@pytest.mark.parametrize("dtypes", [*zip(FLOATS, FLOATS, strict=True), *itertools.permutations(FLOATS[1:], 2)], ids=str)
+def test_transposing_copies_every_bit(dtypes, shape):
+    x = torch.randn(shape).to("cuda", dtypes[0]).transpose(1, 2)
+    found = torch.ops.loco_ext.block_sparse_transposed(x, dtypes[1])
+    assert found.is_contiguous()
+    assert same_bits(found, x.to(dtypes[1]))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_nchw_images_give_what_channels_last_ones_do(monkeypatch, autocast):
+    monkeypatch.setattr(block_sparse, "_LEAST_TRANSPOSED", 0)
+    layer = LocallyConnected2d(16, 32, 3, padding=1, input_size=(7, 8), device="cuda")
+    x, grad = torch.randn(20, 16, 7, 8, device="cuda"), torch.randn(20, 32, 7, 8, device="cuda")
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        image = x.contiguous(memory_format=memory_format).requires_grad_()
+        with torch.autocast("cuda", autocast, enabled=autocast is not None):
+            y = layer(image)
+        assert y.is_contiguous(memory_format=memory_format)
+        gradients = torch.autograd.grad(y, (image, *layer.parameters()), grad.to(y.dtype))
+        assert gradients[0].stride() == image.stride()
+        found.append((y, *gradients))
+    assert all(same_bits(*pair) for pair in zip(*found, strict=True))
