@@ -136,7 +136,7 @@ def missing_for_cuda() -> list[str]:
 
 
 def wants_cuda() -> bool:
-    """Whether to build the CUDA library; stops if it is asked for and cannot be."""
+    """Return whether to build the CUDA library; exit if it is requested and cannot be built."""
     wish = os.environ.get("LOCO_CUDA", "")
     if wish not in ("", "0", "1"):
         sys.exit(f"loco_ext: LOCO_CUDA: expected 0 or 1, got {wish!r}")

@@ -63,8 +63,8 @@ GPUS = {
     100: Gpu("B200", 148, 1.96e9, 227 << 10, 2250e12, 1100e12, 8.0e12, 10.0e12),
     120: Gpu("RTX 5090", 170, 2.41e9, 99 << 10, 209e12, 105e12, 1.79e12, 6.0e12),
 }
-REGISTERS = 65536  # of a multiprocessor
-ISSUED = 4  # instructions per cycle and multiprocessor
+REGISTERS = 65536  # per multiprocessor
+ISSUED = 4  # instructions that a multiprocessor issues per cycle
 # The dtypes of activations and of values.
 ARITHMETIC = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),

@@ -47,7 +47,7 @@ void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block
   });
 }
 
-// The same for any dtype, whose bits are copied without conversion.
+// Copies like copy_runs, for an operand of any dtype. The bits are copied without conversion.
 template <bool to_memory>
 void copy_block(const Operand& operand, int64_t begin, int64_t count, void* block) {
   switch (element_size(operand.dtype)) {

@@ -167,7 +167,7 @@ struct Lanes {
   using Square = std::conditional_t<sizeof(T) == 4, WordSquare, PlainSquare>;
   static constexpr int kWidth = kVectorBytes / sizeof(T), kVectors = kMostVectors, kPair = 1;
 
-  // Not by memcpy: GCC 12 would keep arrays of vectors that are loaded by it on the stack.
+  // A load is not a memcpy, because GCC 12 would keep arrays of vectors loaded that way on the stack.
   static LOCO_HD Vec load(const T* at) { return *reinterpret_cast<const Unaligned*>(at); }
   static LOCO_HD void store(T* at, Vec value) { *reinterpret_cast<Unaligned*>(at) = value; }
   static LOCO_HD In words(const T* at) { return load(at); }

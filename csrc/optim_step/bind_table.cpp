@@ -32,7 +32,7 @@ uint32_t triton_kind(const TensorStep& t, Entry&) {
   return kind | static_cast<uint32_t>(t.numel > kNarrow) << (bit + 2);
 }
 
-// Makes the table of a step, and makes no step: that is up to whoever launches the kernels.
+// Builds the table of a step without making the step; the caller launches the kernels.
 struct Triton {
   struct Prepared {
     GpuTable table;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     };
     __syncthreads();  // all threads have written the previous filter
     {
-      // Rings and a task of its own: what only the update reads takes no registers while the block solves.
+      // The update has its own rings and task, so that values that it alone reads take no registers during the solve.
       const Rings rings = q.rings(prox_of());
       update_filter(Task<Rule, T>(p, chunk.entry, begin_of(rings)), ordered(rings), coefficients);
     }

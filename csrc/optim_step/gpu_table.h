@@ -70,9 +70,10 @@ struct Prox {
   bool channels_fastest;
 };
 
-// Elements of an entry: `parts` times Division::part of them from head + index * Division::part on, as far as there are
-// so many, and the head if index is 0. For an entry with a prox the chunk is the whole entry, and index counts the
-// filters of the launch before the entry's first.
+// A range of an entry's elements. It begins at head + index * Division::part and has `parts` times Division::part
+// elements, or fewer where the entry ends before; the chunk whose index is 0 also has the head. For an entry with a
+// prox the chunk is the whole entry, and index is the number of filters of the launch that come before the entry's
+// first.
 struct Chunk {
   int32_t entry;
   int32_t index;

@@ -306,7 +306,8 @@ struct MoveAll {
   }
 };
 
-// Whatever is the same for all elements is looked at once, and so is whether quotients need CUDA's operators.
+// Conditions that are the same for all elements are tested once for all of them, as is whether the quotients need
+// CUDA's operators.
 template <>
 struct MoveAll<Adam, float> {
   AdamMoves moves;
@@ -405,7 +406,8 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, R
   }
 }
 
-// The same for kernels short of registers: all elements but the few being updated stay in their stored type.
+// Does the same as step_vector for kernels that are short of registers: only the few elements being updated are
+// converted, and all others stay in their stored type.
 // keep(w, metrics, random words or null) stores the parameter's elements.
 template <class Types, bool stochastic, class Rule, typename T, class Keep>
 LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, const Keep& keep) {

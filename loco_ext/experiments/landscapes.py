@@ -45,9 +45,9 @@ from loco_ext.output import note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
 BATCH = 500
-TOP = 5  # the second accuracy: the label is among so many of the largest logits
-ABLATED_SHARES = tuple(k / 16 for k in range(17))  # of an image's pixels
-SEED = 0  # of what is drawn for a measurement: the same for all networks
+TOP = 5  # the second accuracy counts an image as correct if its label is among this many largest logits
+ABLATED_SHARES = tuple(k / 16 for k in range(17))  # shares of an image's pixels that are ablated
+SEED = 0  # seed of the random numbers of all measurements, the same for all networks
 
 
 def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:

@@ -155,7 +155,7 @@ class Settings:
     ] = "l2"
     power: Annotated[
         int,
-        Option(min=1, max=2, help="2: the penalty squares the sum of each filter's rings, or of each layer's kernels."),
+        Option(min=1, max=2, help="2: the penalty squares the sum of each filter's rings, or of each layer's filters."),
     ] = 1
     folded: Annotated[
         bool | None,
@@ -285,7 +285,7 @@ class Settings:
 
     @property
     def penalises_folded(self) -> bool:
-        """Whether the penalty is on weights times the scale of the batch norm behind them."""
+        """Return whether the penalty is on weights times the scale of the batch norm behind them."""
         return self.penalty in ("rings", "kernels") if self.folded is None else self.folded
 
     def make_penalty(self) -> GroupPenalty | None:

@@ -289,7 +289,7 @@ def train_epoch(
     losses, correct, counts = [], [], []
     for images, labels, share in loader.epoch(epoch):
         optimizer.zero_grad()
-        # Before the forward pass, so that the memory of both is not needed at once.
+        # This comes before the forward pass, so that the memory of both is not needed at the same time.
         extra = None if pilcro is None else pilcro(model, images)
         with precision.autocast():
             logits = model(images)

@@ -106,7 +106,7 @@ class ConvGeometry:
 
     @property
     def wraps(self) -> bool:
-        """Whether opposite ends of the image touch."""
+        """Return whether padding is circular, so that opposite edges of the image touch."""
         return self.padding_mode == "circular"
 
     def axis_pixels(self, axis: int) -> np.ndarray:

@@ -112,7 +112,7 @@ class PILCRO:
         self.route = route
         self.seed = check_seed(seed)
         stencil = make_stencil(laplacian_kernel)
-        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # which the target loss does not depend on
+        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # the target loss uses none
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 

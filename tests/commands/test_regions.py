@@ -87,7 +87,7 @@ def test_an_infinite_median_is_no_ratio():
 
 
 def test_radii_are_in_units_of_pixels(tmp_path):
-    """The same network, of pixels instead of normalised inputs, has these radii itself."""
+    """If the normalisation is folded into the network, so that it takes pixels, it has these radii itself."""
     setting = regions.settings_of("quick", epochs=1, units=8, layers=1, strengths=(0.5,), hinges=(1.0,))
     samples = regions.load(setting, None).first(64)
     record = regions._network(setting, samples, None, 3, tmp_path, torch.device("cpu"))

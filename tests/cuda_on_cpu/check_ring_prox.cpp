@@ -124,7 +124,7 @@ Case random_case(Random& random) {
 
 double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
-// As thresholds are: of the size of the groups' norms, with zeros.
+// Returns random thresholds that are as large as the groups' norms, or zero.
 std::vector<double> thresholds(Random& random, const Case& c, double share) {
   std::vector<double> values;
   const double norm = c.size * (c.linf ? static_cast<double>(c.shape.numel()) : std::sqrt(c.shape.numel()));

@@ -19,7 +19,7 @@
 #include "devices.h"
 #include "intrinsics.h"
 
-// As in common/launch.h.
+// These macros have the contracts of those in common/launch.h.
 #define LOCO_LAUNCH(kernel, blocks, threads, ...) LOCO_LAUNCH_SHARED(kernel, blocks, threads, 0, __VA_ARGS__)
 #define LOCO_LAUNCH_SHARED(kernel, blocks, threads, bytes, ...) \
   ::cuda_on_cpu::launch(#kernel, kernel, blocks, threads, bytes, __VA_ARGS__)

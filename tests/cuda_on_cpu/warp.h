@@ -1,5 +1,5 @@
-// Barriers and warp collectives. A call's place in the source comes along unasked, for reports and to tell one barrier
-// from another.
+// Barriers and warp collectives. Default arguments pass the place of each call in the source, which reports show and
+// which tells one barrier from another.
 #pragma once
 
 #include <cstdint>

@@ -112,12 +112,12 @@ def problem():
     ],
 )
 def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, name):
-    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded kernels z, so the minimum is a prox."""
+    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded filters z, so the minimum is a prox."""
     conv, norm = problem.student()
     kind, options = CASES[case]
     problem.train(conv, norm, make_optimizer(kind, conv, norm, INNER[name], **options), 400)
     expected, found = INNER[name].prox(problem.teacher, 1.0), folded(conv, norm)
-    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other kernels are slow, or stay where gamma has become zero
+    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other filters are slow, or stay where gamma has become zero
     assert (found - expected)[strong].abs().max() < STATIONARY
     assert torch.equal(found[strong] == 0, expected[strong] == 0)
     if name in ("rings", "kernels"):

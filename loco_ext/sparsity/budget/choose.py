@@ -26,10 +26,11 @@ Change = tuple[int, int, int]  # layer, filter, choice
 Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
-_FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
-_RAMP = 40  # prices on the way up or down to the wanted one
-_FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
-_LEAST_GAIN = 1e-9  # part of the importance lost that an exchange saves at least
+_FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
+_RISE = 1.25  # factor between one price and the next
+_RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
+_FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
+_LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
 _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
@@ -315,7 +316,10 @@ class Problem:
         return None
 
     def _fewer_channels(self, sizes: Sizes) -> list[list[Change]]:
-        """Return, for layers that share classes, the changes by which so many of the least important go."""
+        """Return, for each block of layers, the changes that remove the fewest classes that ``round_to`` allows.
+
+        The least important classes go.
+        """
         stays, found = self.stays(sizes), []
         for block in self._blocks:
             lost, written = np.zeros(len(self.fixed)), self._written(block)
@@ -330,7 +334,7 @@ class Problem:
         return found
 
     def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
-        """Return what may be added: rings to filters that are there, and channels."""
+        """Return the possible additions: rings of filters that are not removed, and channels."""
         stays, inputs = self.stays(sizes), self._inputs(self.stays(sizes))
         found: list[Addition] = []
         for i, layer in enumerate(self.layers):
@@ -341,7 +345,7 @@ class Problem:
         return found + [addition for additions in self._more_channels(sizes, price) for addition in additions]
 
     def _more_channels(self, sizes: Sizes, price: float) -> list[list[Addition]]:
-        """Return, for layers that share classes, what adds so many more of them, the most important first."""
+        """Return, for each block of layers, additions of ``round_to`` classes each, the most important first."""
         stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
         inputs = self._inputs(stays)
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
@@ -377,10 +381,13 @@ def _changed(sizes: Sizes, changes: list[Change]) -> Sizes:
 
 
 def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
-    """Return the additions of so many classes at a time: all that there are of one, or the best several of each first.
+    """Return additions of ``count`` classes at a time, the most important classes first.
+
+    If ``count`` is 1, all additions of each class are returned; otherwise only the best of each class is used.
 
     Args:
-        missing: the additions of each class.
+        missing: the additions of each class, the best first.
+        count: the number of classes.
     """
     if count == 1:
         return [addition for additions in missing for addition in additions]

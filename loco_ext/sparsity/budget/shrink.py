@@ -19,7 +19,7 @@ from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
 _MOST_TRIES = 12
-_ROUNDING = 5e-4  # of a number that is written with four digits, at most
+_ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 

@@ -139,7 +139,7 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
 
 
 def test_no_exchange_of_channels_between_layers_is_better() -> None:
-    """Nor are other channels of the same numbers."""
+    """Choosing other channels without changing their numbers is no better, either."""
 
     def counts(sizes: Sizes) -> np.ndarray:
         return np.asarray([(chosen != 1).sum() for chosen in sizes])[[0, 1, 3]]  # the third adds to the first's

@@ -73,7 +73,7 @@ def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_taylor_is_the_change_of_the_loss(name: str) -> None:
-    """Against central differences of the loss when a part is scaled by 1 +- h, in float64."""
+    """The importance is compared with central differences of the loss when a part is scaled by 1 +- h, in float64."""
     model, h = network(name).double(), 1e-5
     several = [(x.double(), target) for x, target in batches()]
     structure = structure_of(model, [X.double()], "half", "rings")
