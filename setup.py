@@ -68,7 +68,7 @@ if X86:
     CXX_FLAGS.append("-mprefer-vector-width=512")
 
 
-# As C++, and no fast paths of low precision: the same bits as on the CPU.
+# These forbid contraction and fast paths of low precision, so that results have the same bits as on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
@@ -103,7 +103,7 @@ CAPABILITY_FILES = {
 
 
 def cpu_sources() -> list[str]:
-    """Every C++ file below csrc that is not for GPUs alone, and the CAPABILITY_FILES, relative to this one."""
+    """Return the C++ files below csrc that are not only for GPUs, and the CAPABILITY_FILES, relative to this file."""
     gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "device" in name}
     files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
     return sorted(f"csrc/{name}" for name in files - gpu_only) + list(CAPABILITY_FILES)

@@ -143,7 +143,7 @@ def main(
     runs: Runs = Path("runs/frontier_cifar10"),
     out: Out = tables.RESULTS / "frontier_cifar10-resnet8.json",
     only: Annotated[
-        str | None, typer.Option(help="Run this arm alone, as 'resnet8 rings prox', and write no report.")
+        str | None, typer.Option(help="Run only this arm, such as 'resnet8 rings prox', and write no report.")
     ] = None,
 ) -> None:
     """Run the study, write the JSON file and a figure beside it, print the tables."""

@@ -78,7 +78,7 @@ TF32 = 2.0**-10
 
 
 def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor, cut: float = 0.0) -> None:
-    """Assert that sums of products differ from the exact ones, ``expected``, by rounding errors alone.
+    """Assert that sums of products differ from the exact ones, ``expected``, only by rounding errors.
 
     The sums round in their own dtype, but at least float32, and once more where the result is stored in half precision.
 

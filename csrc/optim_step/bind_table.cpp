@@ -42,7 +42,7 @@ struct Triton {
 
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, Prepared& prepared) {
-    // The kernels read these themselves; here they are checked alone.
+    // The kernels read these themselves; here they are only checked.
     if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
     if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
     GpuTable& table = prepared.table;

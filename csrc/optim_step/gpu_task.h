@@ -15,7 +15,7 @@ namespace loco::optim_step {
 // Kernel parameters of all launches of a step. All arrays are contiguous and in global memory.
 template <class Rule>
 struct Parameters {
-  void* const* grads;                                // [entries], each [numel]; elements lie as nests[kNestG] says
+  void* const* grads;                                // [entries], each [numel]; element i is where nests[kNestG] says
   const double* hyper;                               // [groups, columns]
   const DeviceScalar* lrs;                           // [groups], data null: use hyper; null: use hyper for all
   const Entry* entries;                              // [entries]
@@ -105,7 +105,7 @@ struct Task {
   // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
-  // Returns whether the gradient's vectors lie at 16-byte boundaries.
+  // Returns whether the gradient's vectors are at 16-byte boundaries.
   LOCO_DEVICE bool g_aligned() const { return entry.g_aligned || LOCO_MISTAKE(step_unaligned); }
 
   // Returns the gradient of what is minimised: negated to maximize.

@@ -31,7 +31,7 @@ def permutation_importance(
     Raises:
         TypeError: ``model`` is not a module, ``x`` is not a floating-point tensor, ``targets`` or ``units`` is not an
             int64 tensor, or ``draws`` or ``seed`` is not an int.
-        ValueError: shapes do not fit, a unit lies outside the images, there are fewer than two draws, or a target is
+        ValueError: shapes do not fit, a unit is outside the images, there are fewer than two draws, or a target is
             none of the model's classes.
 
     Source:

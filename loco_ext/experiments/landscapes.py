@@ -141,7 +141,7 @@ class _Experiment:
         return found
 
     def some(self, samples: Samples, count: int) -> Samples:
-        """Return so many samples at random, the same for every network."""
+        """Return ``count`` random samples, the same for every network."""
         order = torch.randperm(len(samples.labels), generator=torch.Generator().manual_seed(SEED))[:count]
         return Samples(samples.images[order], samples.labels[order]).to(self.processes.device)
 

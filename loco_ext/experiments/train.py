@@ -51,7 +51,7 @@ class Epoch:
 
 
 def make_model(settings: Settings, data: Dataset) -> nn.Module:
-    """Return the network in channels_last, which is faster; its weights are drawn on the CPU from the seed alone.
+    """Return the network in channels_last, which is faster; its weights are drawn on the CPU from only the seed.
 
     The caller's random state is unchanged.
     """
@@ -255,7 +255,7 @@ def _agreeing(
 
 @contextmanager
 def _dropout_from(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
-    """Seed dropout by epoch and process alone inside the ``with``, and restore the random state on exit."""
+    """Seed dropout only by epoch and process inside the ``with``, and restore the random state on exit."""
     (state,) = np.random.SeedSequence([seed, epoch, processes.rank]).generate_state(1, np.uint64)
     with torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []):
         torch.manual_seed(int(state))

@@ -165,7 +165,7 @@ class ConvGeometry:
         return torch.from_numpy(reduce(np.kron, axes))
 
     def _grown(self, axis: int, marks: np.ndarray, radius: int) -> np.ndarray:
-        """Return how many pixels of the axis lie at most ``radius`` from any of the ascending marks of a row."""
+        """Return how many pixels of the axis are at most ``radius`` away from any of the ascending marks of a row."""
         size, first, last = self.input_size[axis], marks[:, 0], marks[:, -1]
         between = np.minimum(np.diff(marks, axis=1), 2 * radius + 1).sum(axis=1)
         if self.wraps:

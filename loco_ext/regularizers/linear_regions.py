@@ -46,7 +46,7 @@ class Unit:
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., return_unit: Literal[False] = ..., *, memory_limit: int = ...
 ) -> Tensor:
-    """Return the radii alone."""
+    """Return only the radii."""
 
 
 @overload

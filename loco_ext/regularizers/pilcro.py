@@ -43,8 +43,8 @@ class PILCRO:
         alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``. The curvature loss is far steeper than
             the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
         every: number of calls from one application to the next, T.
-        target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
-        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; for mode ``"curvature"`` alone.
+        target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; only for mode ``"target"``.
+        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; only for mode ``"curvature"``.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
         reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
             not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode

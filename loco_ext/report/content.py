@@ -33,7 +33,7 @@ class Plot(NamedTuple):
 
     title: str
     alt: str
-    png: str  # in base64
+    png: str  # encoded in base64
     least: int
     most: int
     tables: Sequence[Table]

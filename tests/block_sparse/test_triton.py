@@ -206,7 +206,7 @@ HERE = {
         )
     },
 }
-# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ by kernel alone.
+# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ only by kernel.
 EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", "odd groups", "depthwise", "no entries")
 
 

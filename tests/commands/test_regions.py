@@ -41,7 +41,7 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch
         assert all(0 < low <= mid <= high for network in networks for low, mid, high in network["radii"].values())
         ratios = [a["radii"]["2"][1] / b["radii"]["2"][1] for a, b in zip(networks, vanilla, strict=True)]
         assert arm["ratio"]["2"]["mean"] == pytest.approx(sum(ratios) / 2)
-        error = abs(ratios[0] - ratios[1]) / 2  # of the mean of two
+        error = abs(ratios[0] - ratios[1]) / 2  # standard error of the mean of two
         assert arm["ratio"]["2"]["standard_error"] == pytest.approx(error)
     assert main(arguments) == 2
     assert "holds an experiment already" in capsys.readouterr().err

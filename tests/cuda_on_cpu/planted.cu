@@ -279,7 +279,7 @@ const Case kCases[] = {
 
 }  // namespace
 
-// Whether the case gave the right result.
+// Returns whether the case gave the right result.
 extern "C" __attribute__((visibility("default"))) int planted(const char* name) {
   for (const Case& c : kCases) {
     if (std::strcmp(c.name, name) != 0) continue;

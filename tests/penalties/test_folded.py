@@ -165,7 +165,7 @@ def test_a_kernel_that_the_loss_asks_for_comes_back(problem):
 
 @pytest.mark.parametrize("name", INNER)
 def test_values_are_those_of_the_folded_kernels(name):
-    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``, on which alone the network's output depends."""
+    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``; the network's output depends only on this."""
     (conv, norm), inner = make_layers(), INNER[name]
     sigma = (norm.running_var + norm.eps).sqrt()
     rms = sigma / conv.weight.detach().flatten(1).norm(dim=1)

@@ -1,4 +1,4 @@
-"""Filters and resampling of images [N, C, H, W]; beyond the border lies its nearest pixel."""
+"""Filters and resampling of images [N, C, H, W], which continue beyond the border with its nearest pixel."""
 
 import math
 

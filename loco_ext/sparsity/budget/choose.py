@@ -6,9 +6,9 @@ Minimise, over the size of every filter,
 
 where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs
 its taps in all layers that read it, and channels that are kept or removed together are one class: all filters that
-write it stay or go with it. Given all other layers, each class of a layer decides alone, and exactly; layers take turns
-while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole would
-lose more than its share.
+write it stay or go with it. Given all other layers, each class of a layer decides by itself, and exactly; layers take
+turns while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole
+would lose more than its share.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Layer:
         taps: number of taps of each choice, ``[choices]``, falling to 0 for a filter that goes.
         lost: importance lost by each choice of each filter, ``[C_out, choices]``; infinite for one that is forbidden.
         writes: class of each filter's channel, ``[C_out]``.
-        reads: class of each input channel, ``[C_in]``; None if each filter reads one channel alone, its own.
+        reads: class of each input channel, ``[C_in]``; None if each filter reads only its own channel.
         least: number of filters that stay at least.
     """
 
@@ -125,7 +125,7 @@ class Problem:
         blocks = sorted(self._blocks, key=lambda block: last in block)
         stays, taps = self.stays(sizes), self._taps(sizes)
         for _ in range(most_rounds):
-            # Whether any block has changed: every block decides, so that the list must be complete.
+            # any() gets a list, because every block has to decide even after one has changed.
             if not any([self._decide(block, sizes, stays, taps, price) for block in blocks]):
                 break
         return sizes
@@ -291,9 +291,9 @@ class Problem:
         return sizes
 
     def _exchanged(self, sizes: Sizes, budget: float, price: float) -> Sizes:
-        """Return sizes that no exchange betters of as many channels as they are rounded to, one layer's for another's.
+        """Return sizes that no exchange of ``round_to`` channels between two layers improves.
 
-        At so few numbers of channels, layers that decide one by one pass over sizes that are better together.
+        With so few possible numbers of channels, layers that decide one by one miss sizes that are better together.
         """
         while self.round_to > 1 and (better := self._exchanged_once(sizes, budget, price)) is not None:
             sizes = self._filled(better, budget, price)

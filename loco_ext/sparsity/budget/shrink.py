@@ -246,7 +246,7 @@ class Search:
 
     def _reached(self, report: Report) -> float:
         """Return the share of the model's cost that is left."""
-        if self.cost == "macs":  # those of zeros that the network still has, as they may be trained
+        if self.cost == "macs":  # zeros that the network still has count, as they may be trained
             return report.macs_executed / report.macs_before
         if self.cost == "parameters":
             return report.parameters_after / report.parameters_before

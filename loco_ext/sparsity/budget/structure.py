@@ -32,7 +32,7 @@ class PrunableLayer:
     Args:
         name: name of the module.
         module: the module itself, with a weight ``(C_out, C_in/groups, *kernel_size)``.
-        norm: the batch norm that alone reads the layer's output; None if there is none.
+        norm: the batch norm that is the only reader of the layer's output; None if there is none.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
         pixels: number of output pixels of one sample.
         writes: class of each filter's channel, ``[C_out]``.

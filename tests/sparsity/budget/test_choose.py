@@ -127,10 +127,10 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
         budget = share * problem.cost(problem.whole())
         costs = {problem.cost(sizes) for sizes in every(problem)}
         found = problem.within(budget)
-        assert problem.cost(found) in costs  # of sizes that are allowed
+        assert problem.cost(found) in costs  # the cost is that of allowed sizes
         assert problem.cost(found) <= budget
         alive = [chosen != layer.gone for layer, chosen in zip(problem.layers, found, strict=True)]
-        for i in (1, 3):  # layers whose channels are theirs alone
+        for i in (1, 3):  # layers that share their channels with no other
             gone = np.flatnonzero(~alive[i])
             for two in itertools.combinations(gone, 2):
                 more = [chosen.copy() for chosen in found]
