@@ -178,7 +178,7 @@ def width(study: Study, seed: int, share: float, distilled: bool = False) -> nn.
 
 
 def kernels(study: Study, seed: int, share: float) -> nn.Module:
-    """Train a network of smaller kernels: each layer has as many of the next size as fit, and the others are smaller."""
+    """Train a network of smaller kernels: each layer has as many of the next size as fit, the others are smaller."""
     network = study.network(seed)
     layers = _convolutions(network)
     rings = torch.tensor(geometry.ring_list((3, 3), "half")).view(3, 3)
