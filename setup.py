@@ -172,7 +172,7 @@ def cuda_extension() -> CUDAExtension:
 
 
 class TimedBuild(BuildExtension.with_options(use_ninja=True)):
-    """Says what is compiled, and afterwards in how many seconds: the compiler says nothing for minutes."""
+    """Prints how much is compiled, and the time afterwards, because the compiler prints nothing for minutes."""
 
     def build_extensions(self) -> None:
         files, jobs = sum(len(extension.sources) for extension in self.extensions), os.environ["MAX_JOBS"]

@@ -212,7 +212,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
 
 
 def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
-    """Return what the compiled code of a product takes, and the seconds that follow."""
+    """Return the resources of a product's compiled code, and the estimated seconds."""
     gpu = GPUS[arch]
     name, programs, options, code = compiled(launch, arch, tf32)
     form, warps, cubin = options["FORM"], options["num_warps"], code.asm["cubin"]

@@ -282,7 +282,7 @@ def torch_pruning(
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a network of a budget: how it is trained, for which shares of the MACs, and what it is compared with."""
+    """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared."""
 
     train: Callable[[Study, int, float], nn.Module]
     shares: tuple[float, ...] = (0.5, 0.25)

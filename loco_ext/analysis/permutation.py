@@ -66,7 +66,7 @@ def permutation_importance(
 
 
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return what Lemma 1 puts in the place of the importance by resampling: ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
+    """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 
     The variance is that over the images, the biased one.
 

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Shrunk:
-    """The smaller network, test accuracies in [0, 1] before and after compaction, and what it is compared with."""
+    """The smaller network, its test accuracies in [0, 1] before and after compaction, and the networks to compare."""
 
     network: nn.Module
     report: sparsity.Report

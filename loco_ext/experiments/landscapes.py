@@ -195,7 +195,7 @@ class _Experiment:
         return softmax(logits.double(), 1)
 
     def ablation(self, network: nn.Module) -> Record:
-        """Return what is left of the predicted class's probability, by share of pixels replaced (figure 6).
+        """Return the remaining probability of the predicted class for each share of replaced pixels (figure 6).
 
         The images are the first of a random order that the network classifies correctly.
         """

@@ -117,7 +117,7 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
 def make_budget(
     settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset, processes: Processes
 ) -> Budget | None:
-    """Return what makes the network smaller while it trains, or None if all of it stays.
+    """Return the budget that makes the network smaller while it trains, or None if there is none.
 
     Raises:
         SettingsError: the model cannot be made as small.

@@ -146,7 +146,7 @@ class PILCRO:
         return _Loss.apply(loss, gradients, *parameters)
 
     def _factor(self, x: Tensor) -> float:
-        """Return what multiplies the loss of images ``x``."""
+        """Return the factor of the loss of images ``x``."""
         pixels = x.shape[-2:].numel() if self.reduction == "mean" else 1
         return self.alpha * (self.every if self.alpha_scaling == "T" else 1) / pixels
 

@@ -140,7 +140,7 @@ class Problem:
         return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
 
     def value(self, sizes: Sizes, price: float) -> float:
-        """Return what is minimised."""
+        """Return the objective that is minimised: the importance lost plus price * cost."""
         return self.lost(sizes) + price * self.cost(sizes)
 
     def _flipped(self, sizes: Sizes, price: float) -> Sizes:
@@ -210,7 +210,7 @@ class Problem:
         return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
 
     def _prices_of_classes(self, taps: Floats) -> Floats:
-        """Return what each class costs beside the filters that write it: the taps that read it."""
+        """Return the cost of each class beside its filters' taps: its own, and that of the taps that read it."""
         return self.class_costs + (self._units * taps) @ self._reads
 
     def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, taps: Floats, price: float) -> bool:

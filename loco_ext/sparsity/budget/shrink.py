@@ -134,7 +134,7 @@ def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, in
 def _lost(
     structure: Structure, model: nn.Module, importance: str | OfRings, batches: Iterable[Any], loss: Loss
 ) -> dict[str, Tensor]:
-    """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
+    """Return the importance that each choice of a filter loses, ``(C_out, choices)``, by layer."""
     if callable(importance):
         return by_function(structure, importance)
     check_choice("importance", importance, ("taylor", "norm"))

@@ -181,7 +181,7 @@ class Masks:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give what was removed the values that it had when it was cut."""
+        """Give removed weights the values that they had when they were cut."""
         for place, removed in zip(self._masks, self.removed, strict=False):  # none if nothing was kept
             tensor = getattr(*place)
             tensor.add_(removed.to(tensor))
@@ -190,7 +190,7 @@ class Masks:
 def structure_of(
     model: nn.Module, inputs: Sequence[Any], kind: str, granularity: str, skip: Collection[str] = ()
 ) -> Structure:
-    """Return what can be removed from a model.
+    """Return the parts of a model that can be removed.
 
     Args:
         model: it is not changed.
