@@ -92,7 +92,7 @@ class LayerPenalty:
 
     @property
     def of_layer(self) -> bool:
-        """Return True: the penalty is on all filters together. :class:`StepPenalty` has the same property."""
+        """Return True, as the penalty is on all filters together. :class:`StepPenalty` has the same property."""
         return True
 
 
