@@ -68,7 +68,7 @@ if X86:
     CXX_FLAGS.append("-mprefer-vector-width=512")
 
 
-# As C++, and no fast paths of low precision: the same bits as on the CPU.
+# These forbid contraction and fast paths of low precision, so that results have the same bits as on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
@@ -103,7 +103,7 @@ CAPABILITY_FILES = {
 
 
 def cpu_sources() -> list[str]:
-    """Every C++ file below csrc that is not for GPUs alone, and the CAPABILITY_FILES, relative to this one."""
+    """Return the C++ files below csrc that are not only for GPUs, and the CAPABILITY_FILES, relative to this file."""
     gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "device" in name}
     files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
     return sorted(f"csrc/{name}" for name in files - gpu_only) + list(CAPABILITY_FILES)
@@ -136,7 +136,7 @@ def missing_for_cuda() -> list[str]:
 
 
 def wants_cuda() -> bool:
-    """Whether to build the CUDA library; stops if it is asked for and cannot be."""
+    """Return whether to build the CUDA library; exit if it is requested and cannot be built."""
     wish = os.environ.get("LOCO_CUDA", "")
     if wish not in ("", "0", "1"):
         sys.exit(f"loco_ext: LOCO_CUDA: expected 0 or 1, got {wish!r}")
@@ -172,7 +172,7 @@ def cuda_extension() -> CUDAExtension:
 
 
 class TimedBuild(BuildExtension.with_options(use_ninja=True)):
-    """Says what is compiled, and afterwards in how many seconds: the compiler says nothing for minutes."""
+    """Prints how much is compiled, and the time afterwards, because the compiler prints nothing for minutes."""
 
     def build_extensions(self) -> None:
         files, jobs = sum(len(extension.sources) for extension in self.extensions), os.environ["MAX_JOBS"]

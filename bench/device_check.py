@@ -69,7 +69,7 @@ class Settings:
     """Settings from the command line, and paths."""
 
     out: Path
-    gpu: str  # in a form for file names
+    gpu: str  # name of the GPU in a form for file names
     architecture: str
     limit: float
     workers: int
@@ -111,7 +111,7 @@ def environment_with(**variables: str) -> dict[str, str]:
 
 
 def build(settings: Settings) -> Part:
-    """Return the part that builds both libraries in place, for this GPU alone, and loads them."""
+    """Return the part that builds both libraries in place, only for this GPU, and loads them."""
     environment = {"LOCO_CUDA": "1", "TORCH_CUDA_ARCH_LIST": settings.architecture}
     return Part(
         [

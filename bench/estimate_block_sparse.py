@@ -66,8 +66,8 @@ GPUS = {
     100: Gpu("B200", 148, 1.96e9, 227 << 10, 2250e12, 1100e12, 8.0e12, 10.0e12),
     120: Gpu("RTX 5090", 170, 2.41e9, 99 << 10, 209e12, 105e12, 1.79e12, 6.0e12),
 }
-REGISTERS = 65536  # of a multiprocessor
-ISSUED = 4  # instructions per cycle and multiprocessor
+REGISTERS = 65536  # per multiprocessor
+ISSUED = 4  # instructions that a multiprocessor issues per cycle
 # The dtypes of activations and of values.
 ARITHMETIC = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -215,7 +215,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
 
 
 def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> dict[str, Any]:
-    """Return what the compiled code of a product takes, and the seconds that follow."""
+    """Return the resources of a product's compiled code, and the estimated seconds."""
     gpu = GPUS[arch]
     name, programs, options, code = compiled(launch, arch, tf32)
     form, warps, cubin = options["FORM"], options["num_warps"], code.asm["cubin"]

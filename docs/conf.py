@@ -24,7 +24,7 @@ nb_execution_mode = "off"  # notebooks keep their committed outputs; the tests r
 autodoc_default_options = {
     "members": True,
     "imported-members": True,
-    "inherited-members": "Module, Optimizer, tuple, Exception",  # of our own base classes alone
+    "inherited-members": "Module, Optimizer, tuple, Exception",  # members of our own base classes only
     "exclude-members": "__init__, __new__, extra_repr",
 }
 autodoc_typehints = "description"

@@ -44,7 +44,7 @@ def save_checkpoint(path: Path, state: Any) -> None:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Return what :func:`save_checkpoint` was given, with all tensors on the CPU.
+    """Return the content that :func:`save_checkpoint` was given, with all tensors on the CPU.
 
     Raises:
         DamagedFileError: the file is not as it was written.

@@ -15,7 +15,7 @@ def commit() -> str:
     """
     file = Path(__file__)
     try:
-        # An installed package may lie inside of someone else's repository, which does not track it.
+        # An installed package may be inside of someone else's repository, which does not track it.
         _git("ls-files", "--error-unmatch", file.name)
         return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

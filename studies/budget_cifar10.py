@@ -48,7 +48,7 @@ WIDTHS = np.arange(64, 0, -1) / 64
 CUT = 0.5  # part of the training after which networks that shrink at once or gradually have their last size
 TIMED = {1: "1 image", 64: "64 images"}
 EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
-PRUNING_STEPS = 200  # of Torch-Pruning, from the whole network to none
+PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
 Record = dict[str, Any]
 CPU = Processes(torch.device("cpu"))
 
@@ -113,7 +113,7 @@ class Study:
         return fit(network, optimizer, self.dataset, training, epochs, budget, teacher)
 
     def dense(self, seed: int, epochs: int) -> nn.Module:
-        """Return the network after so many epochs of the recipe, which are trained once for all ways."""
+        """Return the network after this number of epochs of the recipe, which are trained once for all ways."""
         return self._dense(seed, epochs)[0]
 
     def _dense(self, seed: int, epochs: int) -> tuple[nn.Module, Optimizer]:
@@ -178,7 +178,7 @@ def width(study: Study, seed: int, share: float, distilled: bool = False) -> nn.
 
 
 def kernels(study: Study, seed: int, share: float) -> nn.Module:
-    """Train a network of smaller kernels: in each layer as many of the next size as fit, and the others one smaller."""
+    """Train a network of smaller kernels: each layer has as many of the next size as fit, the others are smaller."""
     network = study.network(seed)
     layers = _convolutions(network)
     rings = torch.tensor(geometry.ring_list((3, 3), "half")).view(3, 3)
@@ -282,7 +282,7 @@ def torch_pruning(
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a network of a budget: how it is trained, for which shares of the MACs, and what it is compared with."""
+    """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared."""
 
     train: Callable[[Study, int, float], nn.Module]
     shares: tuple[float, ...] = (0.5, 0.25)

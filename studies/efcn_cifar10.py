@@ -121,7 +121,7 @@ def main(
     data: Data,
     runs: Runs = Path("runs/efcn_cifar10"),
     out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
-    only: Annotated[str | None, typer.Option(help="Run this study alone, and write no report.")] = None,
+    only: Annotated[str | None, typer.Option(help="Run only this study, and write no report.")] = None,
     without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
     device: Device = "cpu",
 ) -> None:

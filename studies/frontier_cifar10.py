@@ -1,9 +1,9 @@
-"""Structured sparsity on CIFAR-10: networks that lost rings or kernels against narrower ones with as many epochs.
+"""Structured sparsity on CIFAR-10: networks that lost rings or filters against narrower ones with as many epochs.
 
     python -m studies.frontier_cifar10 --data DIR      takes about an hour on one core; writes studies/results/
 
 The networks are ResNet-8 and its plain twin, with 5,000 training and 2,500 test images. The arms are the exact prox of
-rings and of kernels, one epoch for each strength, each from the previous strength (path "up"), with batch norms folded;
+rings and of filters, one epoch for each strength, each from the previous strength (path "up"), with batch norms folded;
 and the draft's own method (subgradient and tau), two epochs for every other strength. For the prox of rings, the
 remaining network is refitted so that all networks are trained for the same number of epochs. They are compared with
 uniformly narrower networks of equally many epochs, by the same recipe, or with batch norms and their larger learning
@@ -143,7 +143,7 @@ def main(
     runs: Runs = Path("runs/frontier_cifar10"),
     out: Out = tables.RESULTS / "frontier_cifar10-resnet8.json",
     only: Annotated[
-        str | None, typer.Option(help="Run this arm alone, as 'resnet8 rings prox', and write no report.")
+        str | None, typer.Option(help="Run only this arm, such as 'resnet8 rings prox', and write no report.")
     ] = None,
 ) -> None:
     """Run the study, write the JSON file and a figure beside it, print the tables."""

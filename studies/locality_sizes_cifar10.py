@@ -8,7 +8,7 @@ grid trains two networks, and the one of least error on the last 5,000 training 
 is taken. At that strength networks are then trained from the same seeds with each arm's decay and measured on the test
 images, so that differences are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local",
 from magnitudes, since signed means are about 0 in many layers; they are the means of those of the two networks that the
-tuning has trained at that strength. All of this favours uniform decay, if anything: the strength is tuned for it alone.
+tuning has trained at that strength. All of this favours uniform decay, if anything: the strength is tuned only for it.
 
 On one core of an AMD EPYC a network takes 22 s of processor time for 500 images and kernels of 3x3, 37 s for 5x5, and
 70 s for 5,000 images and 3x3. The first command trains 44 networks in each of six cells, in four to five hours; all
@@ -52,7 +52,7 @@ NAME = "locality_sizes_cifar10"
 WIDTH = 0.5
 HELD_OUT = 5000  # images that strengths are chosen on, the last of the training images
 EPOCHS_OF_ALL = 16  # epochs of all of CIFAR-10's images
-STRENGTHS = {  # of the weight decay
+STRENGTHS = {  # strengths of the weight decay
     "sgd": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "adamw": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
 }
@@ -101,13 +101,13 @@ class Study:
         return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def fit(self, cell: Cell, training: settings.Settings, images: int) -> nn.Module:
-        """Return a network trained on the first so many images."""
+        """Return a network trained on the first ``images`` images."""
         network = self.network(cell.kernel, training.seed)
         optimizer = make_optimizer(training, network)
         return fit(network, optimizer, self.dataset.first(images), training, range(training.epochs))
 
     def error(self, network: nn.Module, images: int, measured: Samples) -> float:
-        """Return the error in percent of a network that was trained on the first so many images."""
+        """Return the error in percent of a network that was trained on the first ``images`` images."""
         return 100 * (1 - evaluate(network, measured, Normalization(self.dataset.first(images).train), CPU)[1])
 
     def tune(self, cell: Cell, strength: float, seed: int) -> Record:

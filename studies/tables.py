@@ -105,7 +105,7 @@ def errors(model: str, arms: Record, settings: Record) -> Table:
             rows.append([f"{name}, refitted", *lowest(map(error, points), shares)])
     title = (
         f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
-        f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} MACs. "
+        f"({settings['test_samples']:,} images) of the networks with at most this share of the {whole:,} MACs. "
         f"All but those not refitted have been trained for {settings['epochs']} epochs"
     )
     return Table(title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows)
@@ -219,7 +219,7 @@ def accuracies(report: Record) -> Table:
     samples = f"{report['training_samples']:,} training and {report['test_samples']:,} test images"
     title = (
         f"VanillaCNN, {samples}, one seed. Test "
-        "accuracy in percent when training begins and after so many epochs; training loss of the last epoch, while "
+        "accuracy in percent at the first and after the last epoch; training loss of the last epoch, while "
         "weights change; shares of the norm in percent; test accuracy with the other blocks masked"
     )
     headers = ["network", "from epoch", "parameters", "epochs", "at first", "in the end", "training loss"]

@@ -19,7 +19,7 @@ from studies.frontier_cifar10 import MODELS, TEST, TRAIN, few_samples
 from studies.options import Data, Out, Runs
 
 DENSE_EPOCHS = 6
-STRENGTHS = {  # by width, from most of the MACs to a few of them
+STRENGTHS = {  # strengths for each width, which leave most of the MACs to a few of them
     1.0: (0.013, 0.017, 0.02, 0.023, 0.027, 0.032),
     4.0: (0.004, 0.005, 0.006, 0.007, 0.008, 0.009),
 }

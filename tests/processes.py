@@ -20,7 +20,7 @@ SERVER.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(function: Callable[..., None], *arguments: object, count: int, folder: Path) -> None:
-    """Call ``function(rank, *arguments)`` in so many processes, which form a group over Gloo, and wait for them."""
+    """Call ``function(rank, *arguments)`` in ``count`` processes, which form a group over Gloo, and wait for them."""
     of_all = (function, arguments, count, str(folder / "store"))
     torch.multiprocessing.start_processes(_run_rank, of_all, count, start_method=SERVER.get_start_method())
 

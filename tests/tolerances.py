@@ -48,29 +48,29 @@ def assert_within_ulps(actual: Tensor, expected: Tensor, ulps: int | None = None
     assert worst <= ulps, f"{worst:.3g} ulp off, {ulps} allowed"
 
 
-# Tolerances of the prox of nested rings, in units of its kernel's largest weight: against SPAMS, whose arithmetic is
-# the same but for its order; the same for results in float32; against proximal gradient steps until nothing changes,
-# whose errors the condition number of the metric amplifies; and against interior points.
+# Tolerances of the prox of nested rings, in units of the filter's largest weight. It is compared with SPAMS, whose
+# arithmetic differs only in its order; with SPAMS for results in float32; with proximal gradient steps until nothing
+# changes, whose errors the condition number of the metric amplifies; and with interior points.
 BY_SPAMS = 1e-12
 BY_SPAMS_FLOAT32 = 2.0**-22
 BY_PROXIMAL_GRADIENT = 1e-10
 BY_INTERIOR_POINTS = 1e-6
-# Distance between the roots that kernels and reference find in different ways, in ulp of the kernel's largest weight.
+# Distance between the roots that kernels and reference find in different ways, in ulp of the filter's largest weight.
 ULPS_OF_ROOTS = {torch.float64: 2**12, torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}
 # Residuals of the optimality conditions at solutions that are exact but for rounding.
 RESIDUAL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def largest_of_kernels(weight: Tensor) -> Tensor:
-    """Return the largest magnitude in each kernel, ``weight[o]``, as float64 that broadcasts with ``weight``."""
+    """Return the largest magnitude in each filter, ``weight[o]``, as float64 that broadcasts with ``weight``."""
     return weight.detach().double().abs().amax(tuple(range(1, weight.dim())), keepdim=True)
 
 
 def assert_near_by_kernel(actual: Tensor, expected: Tensor, weight: Tensor, tolerance: float) -> None:
-    """Assert that no weight differs by more than the tolerance times the largest of its kernel in ``weight``."""
+    """Assert that no weight differs by more than the tolerance times the largest of its filter in ``weight``."""
     error = (actual.double() - expected.double()).abs() / largest_of_kernels(weight).clamp(min=1e-300)
     worst = error.max().item() if error.numel() else 0.0
-    assert worst <= tolerance, f"{worst:.3g} of a kernel's largest weight off, {tolerance:.3g} allowed"
+    assert worst <= tolerance, f"{worst:.3g} of a filter's largest weight off, {tolerance:.3g} allowed"
 
 
 # Relative error of a float32 number converted to TF32, whose fractions have 10 bits.
@@ -78,7 +78,7 @@ TF32 = 2.0**-10
 
 
 def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor, cut: float = 0.0) -> None:
-    """Assert that sums of products differ from the exact ones, ``expected``, by rounding errors alone.
+    """Assert that sums of products differ from the exact ones, ``expected``, only by rounding errors.
 
     The sums round in their own dtype, but at least float32, and once more where the result is stored in half precision.
 

@@ -45,7 +45,7 @@ class Form:
     blocks: int = 1  # blocks whose gradients are in one tile
 
 
-# Not specialised: the compiler knows their divisors from Form's units.
+# Arguments that Triton must not specialise; the compiler knows their divisors from Form's units.
 _SIZES = ("batch", "groups", "depth", "width", "x_sample_stride", "x_pixel_stride")
 
 

@@ -60,7 +60,7 @@ class Gpu:
 
     @property
     def multiplies_registers(self) -> bool:
-        """Whether the tensor cores take their operands from registers instead of shared memory."""
+        """Return whether the tensor cores take their operands from registers instead of shared memory."""
         return self.capability in (8, 12)
 
 

@@ -205,7 +205,7 @@ def backward_kernel(g, weights, slope, grad, u, by_weights, width, pixels, size,
         along = x * (tl.load(slope + i, mask=i < size, other=0.0) * factor)
         product = 2 * along * w
         if u.dtype.element_ty.primitive_bitwidth == 16:
-            product = product.to(tl.float32)  # Triton rounds to half precision from float32 alone
+            product = product.to(tl.float32)  # Triton rounds to half precision only from float32
         tl.store(u + m * size + i, product.to(u.dtype.element_ty), mask=i < size)
         total += along * x
         first += BLOCK

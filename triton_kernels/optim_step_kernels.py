@@ -52,8 +52,8 @@ class Form:
     """The compile-time constants of a kernel."""
 
     rule: str  # "sgd" or "adam"
-    dtypes: tuple[tl.dtype | None, ...]  # of parameter, gradient and states; None if absent
-    flat: bool  # element i of every operand lies at its address + i
+    dtypes: tuple[tl.dtype | None, ...]  # dtypes of parameter, gradient and states; None if absent
+    flat: bool  # element i of every operand is at its address + i
     aligned: bool  # flat, and all operands begin at a multiple of 16 bytes
     wide: bool  # element numbers have 64 bits
     maximize: bool
@@ -309,7 +309,7 @@ def step_kernel(
     chunks_at,  # (entry, index of the chunk within it, 1), int32 [programs, 3]
     scalars,  # float64 [entries, SCALARS], from prepare_kernel; None for SGD
     grad_scale,  # one float32 or float64, or None
-    found_inf,  # like grad_scale
+    found_inf,  # read like grad_scale
     seed_low,
     seed_high,
     rounding_step,
@@ -379,7 +379,7 @@ def _power(base, exponent):
 
 @triton.jit(do_not_specialize=["hyper_at", "lrs_at", "entries_at"])
 def prepare_kernel(
-    table,  # as for step_kernel
+    table,  # see step_kernel
     hyper_at,
     lrs_at,
     entries_at,

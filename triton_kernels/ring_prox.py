@@ -140,7 +140,7 @@ def _table(
     count: int,
     device: torch.device,
 ) -> tuple[Any, bool, int]:
-    """Return the table in device memory, whether all taps lie at multiples of 16, and the most taps of a ring.
+    """Return the table in device memory, whether all taps are at multiples of 16, and the most taps of a ring.
 
     Rows are offsets of each operand's taps, sorted by ring; then follow the first tap of each ring and their number.
     """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# The root lies beyond x; or between two ends; or is x, still to be evaluated; or has been evaluated.
+# The root is beyond x; or it is between two ends; or it is x, which has not been evaluated; or it has been evaluated.
 BEYOND, BETWEEN, LAST, DONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MOST_STEPS = tl.constexpr(200)
 INFINITY = tl.constexpr(float("inf"))
@@ -27,7 +27,7 @@ class Search(NamedTuple):
     """State of a search: float64 scalars, except the phase and the steps, which are int32."""
 
     phase: tl.tensor
-    x: tl.tensor  # where f has to be evaluated next
+    x: tl.tensor  # the next point at which f is evaluated
     x1: tl.tensor  # the end found last, or the last point where f was negative
     f1: tl.tensor
     x2: tl.tensor  # the other end

@@ -30,7 +30,7 @@ class Form:
     block: int  # weights at a time, a power of 2
     padded_rings: int  # number of rings, rounded up to a power of 2
     taps_fastest: bool  # whether a ring's weights are visited taps first; else channels first
-    aligned: bool  # the taps of all operands lie at multiples of 16 elements
+    aligned: bool  # the taps of all operands are at multiples of 16 elements
     wide: bool  # weight indices have 64 bits
 
     @property
@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 
     data: tl.tensor  # pointer to the first weight
     stride: tl.tensor  # between channels, in elements
-    offsets: tl.tensor  # of the taps, in elements, by ring: int64, [taps]
+    offsets: tl.tensor  # offset of each tap in elements, ring by ring: int64, [taps]
 
 
 class Kernel(NamedTuple):

@@ -28,7 +28,7 @@ inline Indices indices_of(const Tensor& tensor, const char* name) {
   return {static_cast<const int64_t*>(data), tensor.size(0)};
 }
 
-// Return indices after checking that they lie in [0, bound).
+// Return indices after checking that they are in [0, bound).
 inline Indices bounded(const Tensor& tensor, const char* name, int64_t bound) {
   const Indices indices = indices_of(tensor, name);
   uint64_t largest = 0;  // as unsigned numbers, negative indices exceed any bound

@@ -35,7 +35,7 @@ LOCO_TABLE(GradientKernels, depthwise_value_gradients)
 LOCO_TABLE(TransposeKernels, transposes)
 
 #ifdef LOCO_ALL_CAPABILITIES
-namespace avx512_bf16 {  // these tables have bfloat16 alone
+namespace avx512_bf16 {  // these tables have only bfloat16
 extern const ProductKernels products;
 extern const GradientKernels value_gradients;
 }  // namespace avx512_bf16

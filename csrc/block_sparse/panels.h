@@ -9,7 +9,7 @@
 // `from`.
 //
 // The terms of a sum are added in one order, whichever thread computes it and whatever is computed beside it:
-// everything that the order depends on, such as runs of entries, follows from the pattern and the block size alone.
+// everything that the order depends on, such as runs of entries, follows only from the pattern and the block size.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ LOCO_HD float bf16_to_float(uint16_t half) { return from_bits(static_cast<uint32
 
 LOCO_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
-// GPUs have instructions for these conversions, which differ in the payload of NaN alone.
+// GPUs have instructions for these conversions, which differ only in the payload of NaN.
 
 LOCO_HD uint16_t float_to_bf16(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

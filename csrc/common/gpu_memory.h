@@ -93,7 +93,7 @@ union Vector {
   S values[N];
 };
 
-// Loads N consecutive elements. aligned: the first lies at a 16-byte boundary, and they are loaded 16 bytes at a time.
+// Loads N consecutive elements. aligned: the first is at a 16-byte boundary, and they are loaded 16 bytes at a time.
 template <DType dtype, int N>
 LOCO_DEVICE Vector<dtype, N> load_stored(const void* memory, int64_t i, bool aligned = true) {
   using S = Stored<dtype>;

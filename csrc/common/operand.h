@@ -1,4 +1,4 @@
-// Describes where a tensor's elements lie, and copies them to contiguous memory and back.
+// Describes where a tensor's elements are, and copies them to contiguous memory and back.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace loco {
 
-// Element i lies at data + offset(i), in elements, where offset is the nest's, or i if the operand is flat.
+// Element i is at data + offset(i), in elements, where offset is the nest's, or i if the operand is flat.
 struct Operand {
   void* data;  // null: absent
   DType dtype;
@@ -21,7 +21,7 @@ struct Operand {
 template <typename T>
 constexpr DType dtype_of = std::is_same_v<T, double> ? DType::f64 : DType::f32;
 
-// Returns whether the operand can be used where it lies: it is flat and of type T.
+// Returns whether the operand can be used in place: it is flat and of type T.
 template <typename T>
 inline bool in_place(const Operand& operand) {
   return operand.dtype == dtype_of<T> && operand.flat();
@@ -47,7 +47,7 @@ void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block
   });
 }
 
-// The same for any dtype, whose bits are copied without conversion.
+// Copies like copy_runs, for an operand of any dtype. The bits are copied without conversion.
 template <bool to_memory>
 void copy_block(const Operand& operand, int64_t begin, int64_t count, void* block) {
   switch (element_size(operand.dtype)) {

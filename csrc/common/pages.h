@@ -11,7 +11,7 @@
 namespace loco {
 
 // Requests huge pages for a range with room for several, so that the system provides zeroed memory with a few page
-// faults instead of one for every 4 KiB. The system uses a huge page only if it lies within the requested range, so no
+// faults instead of one for every 4 KiB. The system uses a huge page only if it is within the requested range, so no
 // memory is added. A request that it cannot fulfil has no effect.
 inline void expect_writes(void* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE

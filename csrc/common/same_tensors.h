@@ -1,4 +1,4 @@
-// Tells whether the tensors of an optimizer lie where they lay before.
+// Tells whether the tensors of an optimizer are where they were before.
 #pragma once
 
 #include <ATen/dlpack.h>
@@ -20,8 +20,8 @@ class SameTensors {
   // api: of torch.Tensor.__dlpack_c_exchange_api__.
   SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObject* states, PyObject* names);
 
-  // Returns a new list of the tensors, each parameter before its states, or None unless all lie as those did that this
-  // was made from.
+  // Returns a new list of the tensors, each parameter before its states, or None unless all are where
+  // the tensors were from which this was made.
   PyObject* find(PyObject* params, PyObject* states, PyObject* names) const;
 
  private:
@@ -39,7 +39,7 @@ class SameTensors {
   const DLPackExchangeAPI* api_;
   bool complete_;  // whether all tensors could be read
   std::vector<Identity> known_;
-  std::vector<int64_t> extents_;  // of each tensor its sizes, then its strides
+  std::vector<int64_t> extents_;  // sizes, then strides, of each tensor
 };
 
 }  // namespace loco

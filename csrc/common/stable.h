@@ -75,7 +75,7 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   return false;
 }
 
-// Throws unless all elements lie inside the storage, which may have been freed or shrunk since the tensor was created
+// Throws unless all elements are inside the storage, which may have been freed or shrunk since the tensor was created
 // (untyped_storage().resize_). Sizes and strides: [ndim].
 inline void check_storage(TensorRef tensor, int64_t ndim, const int64_t* sizes, const int64_t* strides,
                           int64_t element_bytes, const char* list, size_t index) {

@@ -3,7 +3,7 @@
 // Elements are numbered along the dimensions, ordered from the fastest to the slowest in the memory of a leading tensor
 // (the parameter). Each operand has its own Nest, which gives the offsets of the same sequence of elements, with
 // dimensions merged where the operand steps through them evenly. A Nest of one axis with stride 1 is "flat": element i
-// lies at data + i.
+// is at data + i.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,7 @@ inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, cons
 }
 
 // Calls visit(position, offset, stride, count) for each evenly spaced run among the `count` elements from `begin` on.
-// The run has its own `count` elements, the first of which is element begin + position and lies at `offset`.
+// The run has its own `count` elements, the first of which is element begin + position and is at `offset`.
 template <typename Visit>
 inline void for_runs(const Nest& nest, int64_t begin, int64_t count, const Visit& visit) {
   int64_t index[kMaxAxes];

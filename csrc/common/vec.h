@@ -38,7 +38,7 @@ LOCO_HD __m512 f16_to_vector(const uint16_t* at) {
 // Convert 32 elements of bfloat16: those at even positions to to[0], those at odd positions to to[1].
 LOCO_HD void split_bf16(const uint16_t* at, __m512 (&to)[2]) {
   __m512i pairs = _mm512_loadu_si512(at);
-  asm("" : "+v"(pairs));  // otherwise the compiler would load it twice
+  asm("" : "+v"(pairs));  // without this, the compiler would load it twice
   to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
@@ -167,7 +167,7 @@ struct Lanes {
   using Square = std::conditional_t<sizeof(T) == 4, WordSquare, PlainSquare>;
   static constexpr int kWidth = kVectorBytes / sizeof(T), kVectors = kMostVectors, kPair = 1;
 
-  // Not by memcpy: GCC 12 would keep arrays of vectors that are loaded by it on the stack.
+  // A load is not a memcpy, because GCC 12 would keep arrays of vectors loaded that way on the stack.
   static LOCO_HD Vec load(const T* at) { return *reinterpret_cast<const Unaligned*>(at); }
   static LOCO_HD void store(T* at, Vec value) { *reinterpret_cast<Unaligned*>(at) = value; }
   static LOCO_HD In words(const T* at) { return load(at); }

@@ -35,7 +35,7 @@ void fill_places(const Convolution& call, const BandLayout& layout, const typena
   }
 }
 
-// Not inlined: with all tiles in one function, the compiler would run out of registers.
+// This must not be inlined: with all tiles in one function, the compiler would run out of registers.
 template <typename L, int K, int V>
 __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const Taps& taps, int64_t filter,
                                     int64_t index) {

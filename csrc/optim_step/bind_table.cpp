@@ -32,7 +32,7 @@ uint32_t triton_kind(const TensorStep& t, Entry&) {
   return kind | static_cast<uint32_t>(t.numel > kNarrow) << (bit + 2);
 }
 
-// Makes the table of a step, and makes no step: that is up to whoever launches the kernels.
+// Builds the table of a step without making the step; the caller launches the kernels.
 struct Triton {
   struct Prepared {
     GpuTable table;
@@ -42,7 +42,7 @@ struct Triton {
 
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, Prepared& prepared) {
-    // The kernels read these themselves; here they are checked alone.
+    // The kernels read these themselves; here they are only checked.
     if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.device());
     if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.device());
     GpuTable& table = prepared.table;

@@ -1,7 +1,7 @@
 // The optimizer step on the CPU: w, state <- rule(w, g, state) for each element (math.h), followed by the prox of each
 // filter where there is a penalty (ring_prox/math.h).
 //
-// w, g and states are [numel]; element i lies at the offset that the operand's nest gives, or at i if it is flat
+// w, g and states are [numel]; element i is at the offset that the operand's nest gives, or at i if it is flat
 // (common/operand.h). The map is read through map_nest. hyper is [groups, columns] and lrs [groups], both contiguous.
 //
 // One parallel region covers all tensors and gives each thread a share. Each element, or each filter with a penalty, is
@@ -174,7 +174,7 @@ class Step {
     return values.data();
   }
 
-  // Writes the weights `w`, [numel], back to the parameter unless they lie there already.
+  // Writes the weights `w`, [numel], back to the parameter unless they are there already.
   template <typename T>
   void put_back(const Job<Rule>& job, const T* w, int64_t begin, int64_t numel) const {
     const Operand& operand = job.tensor->w;

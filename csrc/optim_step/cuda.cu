@@ -3,7 +3,7 @@
 //
 // p: the launch's parameters; gpu_task.h gives the shapes of its arrays, which are contiguous and in global memory.
 // Entry::w, Entry::state[k] and p.grads[entry] are [numel]. Elements are numbered in the parameter's memory order, and
-// element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
+// element i is at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
 // single element.
 //
 // One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat, and
@@ -23,7 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 // Least number of resident blocks per multiprocessor: having many accesses in flight hides their latency.
 constexpr int kBlocks = 3;
-constexpr int kBlocksOfMany = 2;  // the same for kernels that need many registers
+constexpr int kBlocksOfMany = 2;  // least number for kernels that need many registers
 
 // Increments each entry's step counter and computes the scalars of its step. One thread handles one entry.
 template <class Rule>

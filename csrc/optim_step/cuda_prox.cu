@@ -2,9 +2,9 @@
 // ring_prox/math.h for each filter.
 //
 // p and q: the launch's parameters; gpu_task.h and gpu_prox.h give the shapes of their arrays, which are contiguous and
-// in global memory. w, g and states lie as in cuda.cu; a filter is numel consecutive elements in the parameter's memory
-// order, from k * numel on for filter k. In shared memory or in a slot it takes weights [numel] and, if the rule has a
-// metric, metrics [numel], both in ring order (ring_prox/gpu_table.h).
+// in global memory. w, g and states have the layouts of cuda.cu; a filter is numel consecutive elements in the
+// parameter's memory order, from k * numel on for filter k. In shared memory or in a slot it takes weights [numel] and,
+// if the rule has a metric, metrics [numel], both in ring order (ring_prox/gpu_table.h).
 //
 // One block steps one filter; blocks with slots take one filter after another.
 // 1. It updates the weights as cuda.cu does, but keeps them in shared memory, in the compute dtype and in ring order,
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     };
     __syncthreads();  // all threads have written the previous filter
     {
-      // Rings and a task of its own: what only the update reads takes no registers while the block solves.
+      // The update has its own rings and task, so that values that it alone reads take no registers during the solve.
       const Rings rings = q.rings(prox_of());
       update_filter(Task<Rule, T>(p, chunk.entry, begin_of(rings)), ordered(rings), coefficients);
     }

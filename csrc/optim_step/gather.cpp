@@ -158,7 +158,7 @@ bool Gather::is_laid_out_as_before(const View& grad, size_t index) const {
 }
 
 // Returns whether the gradient shares no memory with what is written. Where strides leave gaps it may also return false
-// for one that lies in them.
+// for a gradient inside of them.
 bool Gather::is_apart(const Interval& grad) const {
   const auto after = std::lower_bound(written_.begin(), written_.end(), grad.end,
                                       [](const Interval& known, const char* end) { return known.begin < end; });
@@ -236,8 +236,8 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
 }
 
-// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that FilterSolver
-// supports.
+// Throws unless filters follow one another in memory, each with its taps or its channels fastest: these are the layouts
+// that FilterSolver supports.
 void Gather::read_penalty(size_t index, int64_t which) {
   const auto penalties = static_cast<int64_t>(penalties_.size());
   STD_TORCH_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1,

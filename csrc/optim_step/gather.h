@@ -45,7 +45,7 @@ class Gather {
   struct GradLayout {
     size_t extents;
     int64_t ndim;
-    int64_t bytes;  // from the first to one past the last
+    int64_t bytes;  // distance from the first byte to one past the last
   };
 
   // Memory from begin to one past the last byte.
@@ -77,7 +77,7 @@ class Gather {
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
   bool writes_grads_ = false, has_lrs_ = false;
-  std::vector<GradLayout> grad_layouts_;  // of gradients
+  std::vector<GradLayout> grad_layouts_;
   std::vector<int64_t> extents_;
   // The memory that is written, by its begin. The end is that of the longest among this one and all before it.
   std::vector<Interval> written_;

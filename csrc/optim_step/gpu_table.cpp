@@ -11,7 +11,7 @@
 namespace loco::optim_step {
 namespace {
 
-using ring_prox::kAlignment;  // of sections, and of vectors
+using ring_prox::kAlignment;  // alignment of sections and of vectors
 
 constexpr int64_t kResident = 456;  // least number of blocks that the largest GPUs hold at a time: 3 on 152 processors
 
@@ -21,7 +21,7 @@ int64_t head_of(const TensorStep& t) {
   return std::min((kAlignment - past) % kAlignment / element_size(t.w.dtype), t.numel);
 }
 
-// Returns whether the operand is flat and its element number `head` lies at a 16-byte boundary.
+// Returns whether the operand is flat and its element number `head` is at a 16-byte boundary.
 bool reaches_boundary(const Operand& operand, int64_t head) {
   const auto address = reinterpret_cast<uintptr_t>(operand.data) + head * element_size(operand.dtype);
   return operand.flat() && address % kAlignment == 0;
@@ -174,7 +174,7 @@ class Builder {
     if (cycle.count == 0) return;
     const bool regular = std::all_of(cycle.axes, cycle.axes + cycle.count, [](const Axis& a) { return a.stride != 0; });
     const int64_t period = cycle.length(), limit = std::numeric_limits<int32_t>::max() - 2 * kChunk;
-    const bool one_change = run >= kMostWidth;  // in a vector, at most
+    const bool one_change = run >= kMostWidth;  // a vector has at most one change
     if (regular && run < limit && period < limit &&
         (one_change || caches(period, e.prox < 0 ? kCached : kCachedWithProx))) {
       e.map_kind = MapKind::cyclic;

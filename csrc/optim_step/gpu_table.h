@@ -23,7 +23,7 @@ constexpr uint32_t kCached = 2048, kCachedWithProx = 256;
 // Returns whether a block caches a cyclic map's coefficients.
 LOCO_HD bool caches(int64_t period, uint32_t cached) { return period + kMostWidth <= cached; }
 
-// How the decay map's value at an element is looked up.
+// Ways to look up the decay map's value at an element.
 enum class MapKind : uint8_t {
   uniform,  // all elements have value 0 of the entry
   cyclic,   // an element has value element / run % period; the map is cached, or its runs have kMostWidth elements or
@@ -43,7 +43,7 @@ constexpr int64_t kSlotUnit = 16;  // sizes of slots are multiples of it, in byt
 
 // One parameter and its operands.
 struct Entry {
-  void* w;               // [numel]; element i lies at the offset that nests[kNestW] gives, in elements
+  void* w;               // [numel]; element i is at the offset that nests[kNestW] gives, in elements
   void* state[kStates];  // [numel] each, likewise; null: absent
   void* counter;         // one float32 or float64 element: steps made so far; null: the rule counts none
   int64_t numel;
@@ -64,15 +64,16 @@ struct Entry {
 // The prox of a penalty on filters of one shape.
 struct Prox {
   int64_t taps, begins;    // where its ring order begins in these sections of the table
-  int64_t plain, squared;  // where its thresholds t and q begin in theirs; squared -1: none
+  int64_t plain, squared;  // where its thresholds t and q begin in their sections; squared is -1 without q
   uint32_t channels, tap_count;
   int32_t rings;
   bool channels_fastest;
 };
 
-// Elements of an entry: `parts` times Division::part of them from head + index * Division::part on, as far as there are
-// so many, and the head if index is 0. For an entry with a prox the chunk is the whole entry, and index counts the
-// filters of the launch before the entry's first.
+// A range of an entry's elements. It begins at head + index * Division::part and has `parts` times Division::part
+// elements, or fewer where the entry ends before; the chunk whose index is 0 also has the head. For an entry with a
+// prox the chunk is the whole entry, and index is the number of filters of the launch that come before the entry's
+// first.
 struct Chunk {
   int32_t entry;
   int32_t index;
@@ -96,10 +97,10 @@ struct Work {
   int64_t first, count;
 };
 
-// How a backend divides a step's elements among launches and blocks.
+// A backend's division of a step's elements among launches and blocks.
 struct Division {
   int64_t part;        // elements
-  int64_t most_parts;  // of a chunk
+  int64_t most_parts;  // largest number of parts of a chunk
   // Returns the kind of an entry, and sets its types and head if the backend uses them.
   uint32_t (*kind_of)(const TensorStep& tensor, Entry& entry);
 };

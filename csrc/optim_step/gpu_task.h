@@ -15,7 +15,7 @@ namespace loco::optim_step {
 // Kernel parameters of all launches of a step. All arrays are contiguous and in global memory.
 template <class Rule>
 struct Parameters {
-  void* const* grads;                                // [entries], each [numel]; elements lie as nests[kNestG] says
+  void* const* grads;                                // [entries], each [numel]; element i is where nests[kNestG] says
   const double* hyper;                               // [groups, columns]
   const DeviceScalar* lrs;                           // [groups], data null: use hyper; null: use hyper for all
   const Entry* entries;                              // [entries]
@@ -105,7 +105,7 @@ struct Task {
   // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
-  // Returns whether the gradient's vectors lie at 16-byte boundaries.
+  // Returns whether the gradient's vectors are at 16-byte boundaries.
   LOCO_DEVICE bool g_aligned() const { return entry.g_aligned || LOCO_MISTAKE(step_unaligned); }
 
   // Returns the gradient of what is minimised: negated to maximize.
@@ -306,7 +306,8 @@ struct MoveAll {
   }
 };
 
-// Whatever is the same for all elements is looked at once, and so is whether quotients need CUDA's operators.
+// Conditions that are the same for all elements are tested once for all of them, as is whether the quotients need
+// CUDA's operators.
 template <>
 struct MoveAll<Adam, float> {
   AdamMoves moves;
@@ -406,7 +407,8 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Addresses<Types, R
   }
 }
 
-// The same for kernels short of registers: all elements but the few being updated stay in their stored type.
+// Does the same as step_vector for kernels that are short of registers: only the few elements being updated are
+// converted, and all others stay in their stored type.
 // keep(w, metrics, random words or null) stores the parameter's elements.
 template <class Types, bool stochastic, class Rule, typename T, class Keep>
 LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, const Keep& keep) {

@@ -23,7 +23,7 @@ struct TensorStep {
   double step;  // Adam: number of this step, from 1; not set for GPU kernels, which read counter themselves
   const ring_prox::Penalty* penalty;  // its prox ends the step; null: none
   int64_t filters;                    // with a penalty: number of filters, each of numel / filters consecutive elements
-  bool channels_fastest;              // with a penalty: channels lie fastest in a filter; else taps do
+  bool channels_fastest;              // with a penalty: channels vary fastest in a filter; else taps do
   uint32_t ordinal;                   // identifies the parameter, for stochastic rounding
 };
 

@@ -62,7 +62,7 @@ struct GpuTable {
   // Byte offsets of the sections: Offsets and Tap [taps], begins of the ring order [rings + 1], t and q of math.h
   // [filters or 1, rings]. Only the sections that the call needs are present: thresholds on the device are not copied.
   int64_t offsets, taps, begins, plain, squared;
-  int64_t arrived;  // of a zero, the count of meet_grid
+  int64_t arrived;  // offset of meet_grid's counter, which starts at zero
 };
 
 GpuTable build(const CudaCall& call);

@@ -113,7 +113,7 @@ def _cohesion(masses: Tensor, height: int, width: int, q: float) -> Tensor:
 
 
 def _box_sums(values: Tensor, height: int, width: int) -> Tensor:
-    """Return the sum of every window, in an order of additions that does not depend on where the window lies."""
+    """Return the sum of every window, in an order of additions that does not depend on the window's position."""
     rows, columns = values.shape[-2] - height + 1, values.shape[-1] - width + 1
     lines = reduce(torch.add, [values[..., i : i + rows, :] for i in range(height)])
     return reduce(torch.add, [lines[..., j : j + columns] for j in range(width)])

@@ -39,10 +39,10 @@ def interpolate(
             ``"outputs"``. They are not modified.
         points: number of points on the path, at least 2.
         method: ``"linear"``, ``"string"`` or ``"outputs"``.
-        loss, data: as for :func:`loco_ext.analysis.gradient_norm`; used by ``"string"`` alone, which cycles through the
+        loss, data: as for :func:`loco_ext.analysis.gradient_norm`; only used by ``"string"``, which cycles through the
             batches.
-        steps, learning_rate: used by ``"string"`` alone.
-        stiffness: used by ``"string"`` alone, at least 0 and less than 0.5. Drawing a point to its neighbours keeps
+        steps, learning_rate: only used by ``"string"``.
+        stiffness: only used by ``"string"``, at least 0 and less than 0.5. Drawing a point to its neighbours keeps
             ``1 - 2 * stiffness`` of its gradient step: at 0.5 nothing would be left, and the string would never leave
             the straight line.
 

@@ -31,7 +31,7 @@ def permutation_importance(
     Raises:
         TypeError: ``model`` is not a module, ``x`` is not a floating-point tensor, ``targets`` or ``units`` is not an
             int64 tensor, or ``draws`` or ``seed`` is not an int.
-        ValueError: shapes do not fit, a unit lies outside the images, there are fewer than two draws, or a target is
+        ValueError: shapes do not fit, a unit is outside the images, there are fewer than two draws, or a target is
             none of the model's classes.
 
     Source:
@@ -66,7 +66,7 @@ def permutation_importance(
 
 
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return what Lemma 1 puts in the place of the importance by resampling: ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
+    """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 
     The variance is that over the images, the biased one.
 

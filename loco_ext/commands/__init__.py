@@ -27,13 +27,13 @@ from loco_ext.version import __version__
 COMMANDS = {
     "demo": "Show the whole package on handwritten digits, in a minute.",
     "train": "Train a network, with weight decay uniform or by locality.",
-    "frontier": "Train with many strengths of a penalty: accuracy by cost.",
-    "efcn": "Relax a network's convolutions, and train on.",
-    "landscapes": "Flatten importance landscapes, and measure them.",
+    "frontier": "Train with many penalty strengths: accuracy against cost.",
+    "efcn": "Turn convolutions into larger layers, and train these on.",
+    "landscapes": "Flatten networks' importance landscapes, and measure them.",
     "regions": "Widen a network's linear regions, and measure them.",
-    "reproduce": "Regenerate the papers' tables beside their values.",
-    "analyze": "Tell how local a network is, and suggest its decay.",
-    "compact": "Make the smaller network that one with zeros amounts to.",
+    "reproduce": "Compute the papers' tables, beside the published values.",
+    "analyze": "Measure how local a network is, and suggest its decay.",
+    "compact": "Remove a network's zeros; its outputs stay the same.",
     "shrink": "Make a trained network as small as you say, and train it on.",
     "report": "Make one HTML page out of any runs.",
     "info": "Show versions, libraries and the backend of every operation.",
@@ -41,21 +41,30 @@ COMMANDS = {
 
 # Options of several commands.
 Out = Annotated[Path, typer.Option(help="Folder to write the results to.")]
-Data = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder of the data set; digits need none.")]
+Data = Annotated[
+    Path | None, typer.Option("--data", metavar="DIR", help="Folder of the data set; digits need no folder.")
+]
 Device = Annotated[
-    str, typer.Option(parser=option_parsers.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")
+    str, typer.Option(parser=option_parsers.device, metavar="NAME", help="Torch device, such as cpu or cuda:1.")
 ]
 TrainedPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")]
 TrainedModel = Annotated[
-    str | None, typer.Option("--model", help="Network of a checkpoint; of a run, where it is a function of yours.")
+    str | None,
+    typer.Option("--model", help="Name of the checkpoint's network. A run knows its own, unless it is your function."),
 ]
-TrainedData = Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")]
+TrainedData = Annotated[
+    str | None,
+    typer.Option("--dataset", metavar="NAME", help="Data set that a checkpoint was trained on. A run knows its own."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out if there is one.")]
 Samples = Annotated[
-    int | None, typer.Option(min=1, max=option_parsers.MOST, help="Train with only the first so many samples.")
+    int | None,
+    typer.Option(
+        min=1, max=option_parsers.MOST, help="Number of training samples to use, from the first on.  [default: all]"
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors, and the JSON of --json.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Print only errors, and the JSON that --json asks for.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,8 +89,8 @@ class SettingsOptions(NamedTuple):
     """One option for each field of the dataclass ``kind`` that is annotated with a ``typer.Option``.
 
     Args:
-        presets: values of the fields by the name of the preset; the help shows them as defaults. A field without any is
-            required.
+        presets: values of the fields by the name of the preset; the help shows them as defaults unless the option has
+            its own text for them. A field without any is required.
         only: the fields that get an option; None for all that are annotated with one.
     """
 
@@ -99,7 +108,10 @@ class SettingsOptions(NamedTuple):
             option: Any = copy(options[0])
             values = {name: preset.get(field.name, field.default) for name, preset in self.presets.items()}
             values = {name: value for name, value in values.items() if value is not MISSING}
-            option.show_default = _defaults(values) or False
+            default_text = option.show_default if isinstance(option.show_default, str) else _defaults(values)
+            if default_text:  # typer would put it into parentheses
+                option.help = f"{option.help}  [default: {default_text}]"
+            option.show_default = False
             kind = str if option.parser else kind  # typer would ask for several values of a tuple
             default = None if values else inspect.Parameter.empty
             annotation: Any = Annotated[Optional[kind] if values else kind, option]  # noqa: UP045
@@ -232,11 +244,11 @@ def _defaults(values: Mapping[str, Any]) -> str:
     """Return the defaults as text for the help.
 
     >>> _defaults({"paper": 250, "quick": 8}), _defaults({"paper": (70, 140), "quick": (70, 140)})
-    ('paper: 250, quick: 8', '70,140')
+    ('paper: 250; quick: 8', '70,140')
     """
     texts = {name: _text(value) for name, value in values.items()}
     if len(set(texts.values())) > 1:
-        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+        return "; ".join(f"{name}: {text}" for name, text in texts.items())
     return "".join(set(texts.values()))
 
 

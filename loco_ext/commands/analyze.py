@@ -12,24 +12,30 @@ from loco_ext.output import json_text, one_line
 
 @command()
 def run(
-    checkpoints: Annotated[list[Path], typer.Argument(help="Weights: safetensors, or a torch file of weights only.")],
+    checkpoints: Annotated[
+        list[Path], typer.Argument(help="Weights: safetensors files, or torch files of weights only.")
+    ],
     *,
     out: Out = Path("runs/analysis"),
     weighting: Annotated[
-        Literal["halves", "layers", "matrices"], typer.Option(help="What has equal weight in the statistics.")
+        Literal["halves", "layers", "matrices"],
+        typer.Option(
+            help="What has equal weight in the statistics: the halves of the network, its layers, or its matrices."
+        ),
     ] = "halves",
     eta_rule: Annotated[
         Literal["local", "paper"],
-        typer.Option(help="Rule of the suggested factors: local, or as printed in the paper, inverted."),
+        typer.Option(help="Rule of the suggested factors: local; or paper, the rule as printed, which is inverted."),
     ] = "local",
     stat: Annotated[
-        Literal["signed", "abs", "rms"], typer.Option(help="What of the weights the factors are estimated from.")
+        Literal["signed", "abs", "rms"],
+        typer.Option(help="Estimate the factors from signed weights, magnitudes or root mean squares."),
     ] = "signed",
     c: Annotated[float, typer.Option("--c", min=0, help="How strongly the decay varies with the distance.")] = 1.5,
 ) -> Result:
     """Measure how weights change with the distance from the centre of their filter (LOCO-REG, Table 4).
 
-    Suggests (gamma, eta) for every layer (Table 6), over all checkpoints given.
+    The command also suggests (gamma, eta) for every layer (Table 6). It averages over all checkpoints.
     """
     from loco_ext.commands import checkpoint_analysis as analyzing
 

@@ -30,21 +30,27 @@ def run(
     folder: Data = None,
     out: Out = Path("runs/compact"),
     batch_size: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")
+        int, typer.Option(min=1, max=MOST, help="Number of images per batch for which speed is measured.")
     ] = 64,
     cost: Annotated[
-        Literal["measured", "macs"], typer.Option(help="What decides how a layer is computed.")
+        Literal["measured", "macs"],
+        typer.Option(
+            help="Compute each layer in the way that is measured to be fastest, or in that of the fewest MACs."
+        ),
     ] = "measured",
     fold_norms: Annotated[
-        bool, typer.Option(help="Fold batch normalisations into the convolutions before them.", show_default="yes")
+        bool,
+        typer.Option(
+            help="Fold batch normalisations into the convolutions before them.  [default: yes]", show_default=False
+        ),
     ] = True,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write model.onnx too.")] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx.")] = False,
     device: Device = "cpu",
 ) -> Result:
-    """Take out filters, rings of filters and channels that are zero, and write the smaller network to a folder.
+    """Remove filters, rings of filters and channels that are zero from a network, and write what remains to a folder.
 
-    The smaller network gives the same outputs. Its MACs and measured latency are printed, and its accuracy
-    where the data set is at hand.
+    The smaller network has the same outputs. The command prints its MACs, its measured latency and, if the data set is
+    available, its accuracy.
     """
     from loco_ext.experiments import compacting
 

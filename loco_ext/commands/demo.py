@@ -14,15 +14,17 @@ from loco_ext.output import json_text
 def run(
     *,
     out: Out = Path("runs"),
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights and the order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights and of the order of samples.")
+    ] = 0,
     device: Device = "cpu",
-    epochs: Annotated[int, typer.Option(min=1, max=MOST, help="Passes over the training samples.")] = 40,
+    epochs: Annotated[int, typer.Option(min=1, max=MOST, help="Number of passes over the training samples.")] = 40,
 ) -> Result:
-    """Train the same small network twice on handwritten digits, and show where in the filters the weights end up.
+    """Train small networks on handwritten digits, and show where in the filters their weights end up.
 
-    One training has ordinary weight decay, the other one that promotes locality. A third loses half of its
-    multiply-accumulates while it trains, and is compared with one of fewer channels that costs as much. The second
-    network is then trained on with weights of their own for all positions. Takes a minute.
+    The first network has ordinary weight decay, the second one decay that promotes locality. A third network loses half
+    of its multiply-accumulates during training and is compared with a narrower network of equal cost. Finally, the
+    second network is trained on with separate weights at every position. All of this takes a minute.
     """
     from loco_ext.experiments import demo
 

@@ -16,14 +16,17 @@ OPTIONS = (
     SettingsOptions(
         EfcnSettings,
         {
-            name: {"switch_times": "0 and 20 at equal distances of their logarithm"} | own
+            name: {"switch_times": "0 and 20 epochs that are equally spaced on a logarithmic scale"} | own
             for name, (_, own) in PRESETS.items()
         },
     ),
 )
 
 
-@command(*OPTIONS, epilog="Epochs and learning rate are those of the network, --branch-* those of the lifted ones.")
+@command(
+    *OPTIONS,
+    epilog="--epochs and --lr apply to the convolutional network, --branch-epochs and --branch-lr to lifted networks.",
+)
 def run(
     *,
     preset: Annotated[str, typer.Option(help=PRESETS_MEAN)] = "paper",
@@ -34,10 +37,11 @@ def run(
     device: Device = "cpu",
     **options: Any,
 ) -> Result:
-    """Train a convolutional network, lift it as it was at several times of its training, and train those on.
+    """Train a convolutional network, lift copies of it from several times of its training, and train these on.
 
-    The weights of a lifted network are not shared, and its receptive fields are larger. Accuracies, deviations from the
-    convolutions, gradients, curvatures, interpolations and figures are written to a folder.
+    A lifted network computes the same at first, but does not share weights between positions and may have larger
+    receptive fields. Accuracies, deviations from the convolutions, gradients, curvatures, interpolations and figures
+    are written to a folder.
     """
     setting = efcn_preset(preset, **options)
     training = setting.training

@@ -16,7 +16,10 @@ OPTIONS = (
 )
 
 
-EPILOG = "Epochs, learning rate and optimizer are those of each point; --dense-* those of the training before."
+EPILOG = (
+    "--epochs and --lr apply to the training of each point, --dense-epochs and --dense-lr to the training before the "
+    "first."
+)
 
 
 @command(*OPTIONS, epilog=EPILOG)
@@ -29,10 +32,10 @@ def run(
     device: Device = "cpu",
     **options: Any,
 ) -> Result:
-    """Train a network without a penalty, then from there with many strengths of one that removes rings or filters.
+    """Train a network without a penalty, and then with many strengths of a penalty that removes rings or filters.
 
-    What is left is compacted; accuracies, MACs and figures are written to a folder. If no strengths are given,
-    they run down from the least that leaves nothing.
+    Each network is compacted. Accuracies, MACs and figures are written to a folder. If --strengths is not given, the
+    largest strength is the smallest that removes everything.
     """
     path = {name: options.pop(name) for name in set(options) - OF_A_POINT}
     point = {name: value for name, value in POINT.items() if name != "penalty" or path.get("method") != "width"}

@@ -28,10 +28,10 @@ def run(
     device: Device = "cpu",
     **options: Any,
 ) -> Result:
-    """Train networks with PILCRO and without, from the same seeds, and measure their importance landscapes.
+    """Train networks with and without PILCRO from the same seeds, and measure their importance landscapes.
 
-    Accuracies, total variations, robustness against corruptions of the images, what is left of predictions without
-    their most relevant pixels, and figures are written to a folder.
+    Accuracies, total variations, robustness to corrupted images, predictions from images without their most relevant
+    pixels, and figures are written to a folder.
     """
     setting = landscapes_preset(preset, **options)
     training = setting.training

@@ -23,7 +23,7 @@ def run(
     """Train fully connected networks with and without ROLL, and measure how far their linear regions reach.
 
     Accuracies, radii, their ratios and figures are written to a folder, with a picture of the linear regions of three
-    networks of the plane.
+    networks that have two inputs.
     """
     setting = regions.settings_of(preset, **options)
     dataset = regions.load(setting, folder).first(samples)

@@ -13,17 +13,19 @@ from loco_ext.output import json_text, note, one_line
 
 @command()
 def run(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or with runs below.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or folders that contain runs.")
+    ],
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Page to write; only a report is replaced.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Page to write. An existing file is replaced only if it is a report.")
+    ] = Path("report.html"),
 ) -> Result:
-    """Make one HTML page out of any runs, with figures, and the numbers behind each of them.
+    """Make one HTML page out of any runs, with figures and the numbers behind each figure.
 
-    The page needs no other file and no network. Runs are found in the folders and below, whatever command made them;
-    those that cannot be read are named and left out. --json prints a line for each run: its settings, commit, versions,
-    device, seconds of training, and results.
+    The page needs no other file and no network. The command finds the runs of all commands in the folders and below
+    them; it names those that it cannot read and leaves them out. --json prints a line for each run: its settings,
+    commit, versions, device, seconds of training, and results.
     """
     from loco_ext.report import page, runs
 

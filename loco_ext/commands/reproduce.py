@@ -18,9 +18,9 @@ from loco_ext.output import json_text, note
 
 PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
 EPILOG = (
-    "Jobs that are done are skipped, and those that were killed go on. To spread them, give the lines of --list, stage "
-    "by stage, to xargs, GNU parallel or Ray, or --job with the index of a Slurm array; then run the command without "
-    "them for the tables."
+    "Jobs that are done are skipped, and jobs that were killed continue. To spread jobs over machines, pass the lines "
+    "of --list, stage by stage, to xargs, GNU parallel or Ray, or use --job with the index of a Slurm array. Then run "
+    "the command without these options to make the tables."
 )
 
 
@@ -33,14 +33,15 @@ class FailedJobsError(UserError, RuntimeError):
 @command(epilog=EPILOG)
 def run(
     paper: Annotated[
-        Literal["loco-reg", "sparsity", "efcn", "pilcro", "linear-regions", "all"], typer.Argument(help="The paper.")
+        Literal["loco-reg", "sparsity", "efcn", "pilcro", "linear-regions", "all"],
+        typer.Argument(help="The paper, or all of them."),
     ],
     *,
     preset: Annotated[
         Literal["smoke", "cpu", "paper"],
         typer.Option(
-            help="smoke: seconds, on digits; cpu: two hours for all papers on two cores, on CIFAR-10 where --data has "
-            "it; paper: the authors' protocols."
+            help="Size of the experiments. smoke takes seconds, on digits. cpu takes two hours for all papers on two "
+            "cores, on CIFAR-10 if --data has it. paper follows the authors' protocols."
         ),
     ] = "smoke",
     folder: Data = None,
@@ -49,21 +50,28 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of weights, such as torchvision's or timm's, for LOCO-REG's Table 4, named by its rows: "
-            "vgg16-397923af.pth, resnet50.safetensors, densenet121.pth.",
+            help="Folder of trained weights for LOCO-REG's Table 4, such as torchvision's or timm's. Files are named "
+            "after the table's rows: vgg16-397923af.pth, resnet50.safetensors, densenet121.pth.  [default: none, "
+            "without these rows]",
         ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print the jobs that are not done as command lines.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Print the command lines of unfinished jobs, and run none.")
+    ] = False,
     stage: Annotated[
         int | None,
-        typer.Option(min=1, help="Only jobs of this stage, which read what earlier stages have written."),
+        typer.Option(
+            min=1, help="Run or list only the jobs of this stage, which need the earlier stages.  [default: all stages]"
+        ),
     ] = None,
-    job: Annotated[int | None, typer.Option(min=1, help="Run only the job of this number, from 1.")] = None,
+    job: Annotated[
+        int | None, typer.Option(min=1, help="Run or list only the job of this number.  [default: all jobs]")
+    ] = None,
     device: Device = "cpu",
 ) -> Result:
-    """Train and measure what a paper's tables and figures show, and set the results beside the paper's values.
+    """Run the experiments behind a paper's tables and figures, and show the results beside the paper's values.
 
-    The tables are printed and written as JSON and Markdown to a folder of the preset and paper, next to the figures.
+    The tables are printed, and written as JSON and Markdown to a folder for the preset and the paper, with the figures.
     """
     plan = Plan(preset, out, folder, device, checkpoints)
     modules = [_module(name) for name in (PAPERS if paper == "all" else (paper,))]

@@ -36,9 +36,9 @@ def run(
 ) -> Result:
     """Make a trained network as small as you say, train it on, and write the small network to a folder.
 
-    Filters and rings of their taps go, those first that the loss depends on least for what they cost. Say how small by
-    one of --macs, --parameters and --latency: 0.5 is half of the network's own. Batch normalisations are folded at the
-    end, as by the command compact.
+    The command removes filters and rings of their taps, beginning with those that matter least to the loss for what
+    they cost. Give exactly one of --macs, --parameters and --latency: 0.5 leaves half of what the network has.
+    Batch normalisations are folded at the end, as the command compact does.
     """
     how = shrinking.Shrinking(**options)
     found = compacting.read_trained(trained, model, data)

@@ -23,9 +23,9 @@ from loco_ext.output import json_text
 from loco_ext.sparsity.budget.distillation import WEIGHT
 
 EPILOG = (
-    "A run is resumed with the options that it was started with; --epochs may be larger, and milestones to come "
-    "others. A run whose loss is not finite any more stops with exit code 1 and leaves the checkpoint of its last good "
-    "epoch."
+    "A run must be resumed with the options that it was started with, except that --epochs may be larger and future "
+    "milestones may change. A run whose loss becomes infinite or NaN stops with exit code 1 and keeps the checkpoint "
+    "of its last good epoch."
 )
 
 
@@ -38,22 +38,24 @@ def run(
     resume: Resume = False,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Weights to start from: safetensors, or a torch file of weights only."),
+        typer.Option(
+            metavar="FILE",
+            help="Weights to start from: safetensors, or a torch file of weights only.  [default: random]",
+        ),
     ] = None,
     teacher: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Trained network whose outputs are learned as well: folder of a run, or weights of the same network.",
+            help="Trained network whose outputs the network also learns: the folder of a run, or a file of weights for "
+            "the same network.  [default: no teacher]",
         ),
     ] = None,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write events for TensorBoard to the folder as well.")
-    ] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.")] = False,
     device: Device = "cpu",
     **options: Any,
 ) -> Result | None:
-    """Train a network on images and write settings, metrics, their curves, a checkpoint and the weights to a folder.
+    """Train a network on images, and write the settings, metrics, curves, checkpoint and weights to a folder.
 
     To train in several processes, start it with `torchrun -m loco_ext.cli train ...`.
     """

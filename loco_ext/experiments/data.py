@@ -55,7 +55,7 @@ class Dataset:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """Return what a trained network depends on, as plain data; ``digest`` covers all pixels and labels."""
+        """Return the properties that a training depends on, as plain data; ``digest`` covers all pixels and labels."""
         content = hashlib.sha256()
         for part in (*self.train, *self.test):
             content.update(part.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -55,7 +55,7 @@ class Settings:
 
 
 class Results(NamedTuple):
-    """Both networks, a third one of a given budget, and the second one after its weights were unshared."""
+    """The two networks, a third one with a given budget, and the second one after it was given unshared weights."""
 
     networks: list[demo_networks.Network]
     shrunk: demo_budget.Shrunk

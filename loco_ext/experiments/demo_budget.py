@@ -15,7 +15,7 @@ from loco_ext.experiments.settings import Settings
 from loco_ext.experiments.train import Epoch, evaluate, make_budget, make_model, make_optimizer, train
 from loco_ext.output import print_table
 
-SHARE = 0.5  # of the MACs
+SHARE = 0.5  # share of the MACs that remains
 WIDTH = 0.7  # factor of the channels of a network of as many MACs
 BATCH_SIZE = 64  # batch size for which latency is optimised
 
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Shrunk:
-    """The smaller network, test accuracies in [0, 1] before and after compaction, and what it is compared with."""
+    """The smaller network, its test accuracies in [0, 1] before and after compaction, and the networks to compare."""
 
     network: nn.Module
     report: sparsity.Report

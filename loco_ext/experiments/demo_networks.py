@@ -28,7 +28,7 @@ class Network:
     locality: tuple[float, float]  # gamma and eta; (1, 1) is ordinary weight decay
     accuracy: float  # on the test samples after the last epoch, in [0, 1]
     accuracy_by_epoch: list[float]
-    mean_abs_weight: dict[str, float]  # by class: centre, edge, corner
+    mean_abs_weight: dict[str, float]  # mean of each class: centre, edge, corner
     mean_abs_weight_by_tap: list[list[float]]  # [3][3]
     statistics: LocalityStatistics  # LOCO-REG, Table 4
 

@@ -19,7 +19,7 @@ def first_layer(model: nn.Module) -> LocallyConnected2d:
 def filter_of(model: nn.Module) -> list[list[float]]:
     """Return all weights of one output pixel of the first layer, in the shape of the image; first channels only.
 
-    The pixel is the first whose whole receptive field lies in the image (eFCN, section 4.4: at the top left).
+    The pixel is the first whose whole receptive field is in the image (eFCN, section 4.4: at the top left).
     """
     layer = first_layer(model)
     local = torch.zeros(layer.pattern.n_out, dtype=torch.int64)

@@ -29,7 +29,7 @@ class EfcnSettings:
             "--switch",
             parser=separated(int),
             metavar="EPOCHS",
-            help="Epochs after which the network is lifted, ascending, as 0,3,10,30; 0 is its initialisation.",
+            help="Epochs after which the network is lifted, ascending, such as 0,3,10,30; 0 is its initialisation.",
         ),
     ]
     relaxations: Annotated[
@@ -38,37 +38,46 @@ class EfcnSettings:
             "--relax",
             parser=separated(str),
             metavar="HOW",
-            help="How the network is lifted, one or several as lcn,2,full. lcn: weights are no longer shared; a "
-            "number: receptive fields grow by as many pixels on each side as well; full: no locality is left.",
+            help="How the network is lifted; several ways are separated by commas, such as lcn,2,full. lcn stops "
+            "sharing weights between positions. A number also widens receptive fields by that many pixels on each "
+            "side. full connects everything.",
         ),
     ] = (FULL,)
-    branch_epochs: Annotated[int, Option(min=1, max=MOST, help="Epochs of each lifted network.")] = 100
+    branch_epochs: Annotated[
+        int, Option(min=1, max=MOST, help="Number of epochs for which each lifted network is trained.")
+    ] = 100
     branch_learning_rate: Annotated[
-        float, Option("--branch-lr", min=0, help="Learning rate of lifted networks, and of the fully connected one.")
+        float, Option("--branch-lr", min=0, help="Learning rate of the lifted and fully connected networks.")
     ] = 0.01
     fcn_epochs: Annotated[
         int,
         Option(
             min=0,
-            help="Epochs of the fully connected network from scratch, whose shape is that of full; 0: there is none.",
+            help="Number of epochs for which a fully connected network of the shape of full is trained from scratch; 0 "
+            "trains none.",
         ),
     ] = 100
     landscape_samples: Annotated[
         int,
-        Option(min=1, max=MOST, help="Training samples that gradients, curvatures and interpolations are measured on."),
+        Option(
+            min=1,
+            max=MOST,
+            help="Number of training samples on which gradients, curvatures and interpolations are measured.",
+        ),
     ] = 1000
     power_iterations: Annotated[
-        int, Option(min=0, help="Most products with the Hessian; 0: the curvature is not measured.")
+        int, Option(min=0, help="Maximum number of products with the Hessian; 0 skips the curvature.")
     ] = 50
     interpolation_points: Annotated[
-        int, Option(min=0, help="Points on each path from the trained network to a lifted one; 0: there are no paths.")
+        int,
+        Option(min=0, help="Number of points on each path from the trained network to a lifted one; 0 skips paths."),
     ] = 11
     string_steps: Annotated[
         int,
-        Option(min=0, help="Steps of the interpolation along a string, at the learning rate of lifted networks."),
+        Option(min=0, help="Number of steps that relax the string between two networks, at --branch-lr."),
     ] = 100
     stiffness: Annotated[
-        float, Option(help="How far the points of that string are drawn together in a step, below 0.5.")
+        float, Option(help="How far each step draws neighbouring points of the string together; less than 0.5.")
     ] = STIFFNESS
 
     def __post_init__(self) -> None:
@@ -128,7 +137,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 PRESETS_MEAN = (
     "Defaults of the other options. paper: d'Ascoli et al. 2019, section 4, on CIFAR-10; alexnet: their appendix B, on "
-    "CIFAR-100; quick: an hour on a CPU, weights are no longer shared and locality stays."
+    "CIFAR-100; quick: an hour on a CPU, lifting only to unshared weights."
 )
 
 

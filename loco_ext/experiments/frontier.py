@@ -61,51 +61,70 @@ class FrontierSettings:
     training: Settings
     method: Annotated[
         Literal["prox", "subgradient", "width"],
-        Option(help="prox, this package's; subgradient, the draft's own; or width, narrower networks."),
+        Option(
+            help="How networks become smaller: prox, this package's method; subgradient, the draft's; width, without "
+            "a penalty, by fewer channels."
+        ),
     ] = "prox"
     dense_optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     dense_learning_rate: Annotated[
-        float, Option("--dense-lr", min=0, help="Learning rate of the training without a penalty.")
+        float, Option("--dense-lr", min=0, help="Learning rate of the first training, without a penalty.")
     ] = 0.1
     dense_epochs: Annotated[
         int,
         Option(
             min=0,
             max=MOST,
-            help="Epochs of the training without a penalty that all points start from; the method width has no other. "
-            "0: points start from the initial weights, as in the draft.",
+            help="Number of epochs of the first training, without a penalty, from which all points start. With 0, they "
+            "start from the initial weights, as in the draft. The method width has only this training.",
         ),
     ] = 8
     refit_epochs: Annotated[
-        int, Option(min=0, help="Epochs of each compacted network without the penalty; 0: none.")
+        int, Option(min=0, help="Number of epochs for which each compacted network is trained on; 0 skips this.")
     ] = 1
-    points: Annotated[int, Option(min=1, max=MOST, help="Number of strengths.")] = 15
-    span: Annotated[float, Option(help="Smallest strength over the largest.")] = 1e-4
+    points: Annotated[int, Option(min=1, max=MOST, help="Number of strengths of the penalty.")] = 15
+    span: Annotated[float, Option(help="Ratio of the smallest to the largest strength.")] = 1e-4
     strengths: Annotated[
         tuple[float, ...] | None,
-        Option(parser=separated(float), metavar="NUMBERS", help="The strengths themselves, separated by commas."),
+        Option(
+            parser=separated(float),
+            metavar="NUMBERS",
+            show_default="chosen by --points and --span",
+            help="Strengths of the penalty, separated by commas.",
+        ),
     ] = None
     path: Annotated[
         Literal["dense", "up", "down"],
-        Option(help="What a point starts from: the dense network, the next weaker point, or the next stronger."),
+        Option(
+            help="Network from which a point starts: dense, the one trained without a penalty; up, that of the next "
+            "weaker point; or down, that of the next stronger point."
+        ),
     ] = "dense"
     taus: Annotated[
         tuple[float, ...],
-        Option(parser=separated(float), metavar="NUMBERS", help="Thresholds of the method subgradient."),
+        Option(
+            parser=separated(float),
+            metavar="NUMBERS",
+            help="Thresholds of the method subgradient, separated by commas.",
+        ),
     ] = (1e-4, 1e-3, 1e-2, 1e-1)
     widths: Annotated[
         tuple[float, ...],
-        Option(parser=separated(float), metavar="NUMBERS", help="Factors of the channels, of the method width."),
+        Option(
+            parser=separated(float),
+            metavar="NUMBERS",
+            help="Factors of the method width for all numbers of channels, separated by commas.",
+        ),
     ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
     batch_norm: Annotated[
         Literal["scaled", "folded", "live"],
         Option(
-            help="scaled: it stays, and weights are penalised times its scale; folded: it goes into the convolutions "
-            "before the path begins; live: it stays, and a penalty of the weights alone can shrink them without a "
-            "change of the network."
+            help="Treatment of batch norms. scaled penalises filters times the scale of the batch norm behind them. "
+            "folded merges batch norms into the convolutions before the first point. live penalises the filters only, "
+            "which can shrink without any change of the network."
         ),
     ] = "scaled"
-    latency: Annotated[bool, Option(help="Time the networks before and after compaction.")] = False
+    latency: Annotated[bool, Option(help="Measure the latency of networks before and after compaction.")] = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -45,9 +45,9 @@ from loco_ext.output import note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
 BATCH = 500
-TOP = 5  # the second accuracy: the label is among so many of the largest logits
-ABLATED_SHARES = tuple(k / 16 for k in range(17))  # of an image's pixels
-SEED = 0  # of what is drawn for a measurement: the same for all networks
+TOP = 5  # the second accuracy counts an image as correct if its label is among this many largest logits
+ABLATED_SHARES = tuple(k / 16 for k in range(17))  # shares of an image's pixels that are ablated
+SEED = 0  # seed of the random numbers of all measurements, the same for all networks
 
 
 def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
@@ -141,7 +141,7 @@ class _Experiment:
         return found
 
     def some(self, samples: Samples, count: int) -> Samples:
-        """Return so many samples at random, the same for every network."""
+        """Return ``count`` random samples, the same for every network."""
         order = torch.randperm(len(samples.labels), generator=torch.Generator().manual_seed(SEED))[:count]
         return Samples(samples.images[order], samples.labels[order]).to(self.processes.device)
 
@@ -195,7 +195,7 @@ class _Experiment:
         return softmax(logits.double(), 1)
 
     def ablation(self, network: nn.Module) -> Record:
-        """Return what is left of the predicted class's probability, by share of pixels replaced (figure 6).
+        """Return the remaining probability of the predicted class for each share of replaced pixels (figure 6).
 
         The images are the first of a random order that the network classifies correctly.
         """

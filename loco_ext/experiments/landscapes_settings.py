@@ -64,29 +64,38 @@ class LandscapesSettings:
         Option(
             parser=separated(str),
             metavar="NAMES",
-            help="How networks are trained, separated by commas, as plain,target:10. plain; target:ALPHA or "
-            "curvature:ALPHA, with PILCRO; noise:SIGMA, with noise on the images; decay:NUMBER, with another weight "
-            "decay.",
+            help="Ways to train, separated by commas, such as plain,target:10. target:ALPHA and curvature:ALPHA use "
+            "PILCRO; noise:SIGMA adds noise to the images; decay:NUMBER changes the weight decay; plain does none of "
+            "these.",
         ),
     ]
-    seeds: Annotated[int, Option(min=1, max=MOST, help="Networks of each arm, from --seed on.")] = 1
+    seeds: Annotated[
+        int, Option(min=1, max=MOST, help="Number of networks for each way to train; their seeds begin at --seed.")
+    ] = 1
     landscape_images: Annotated[
-        int, Option(min=1, max=MOST, help="Test images that the importance landscape is averaged over.")
+        int, Option(min=1, max=MOST, help="Number of test images over which the importance landscape is averaged.")
     ] = 10_000
     corrupted_images: Annotated[
-        int, Option(min=0, help="Test images that are corrupted, in 15 ways at 5 levels; 0: none.")
+        int, Option(min=0, help="Number of test images to corrupt, in 15 ways at 5 levels each; 0 skips this.")
     ] = 10_000
     ablated_images: Annotated[
-        int, Option(min=0, help="Test images whose most relevant pixels are replaced; 0: none.")
+        int, Option(min=0, help="Number of test images whose most relevant pixels are replaced; 0 skips this.")
     ] = 512
     baseline_images: Annotated[
         int,
-        Option(min=1, max=MOST, help="Training images that Integrated Gradients start from; each takes a gradient."),
+        Option(
+            min=1,
+            max=MOST,
+            help="Number of training images from which Integrated Gradients start; each takes one gradient.",
+        ),
     ] = 1000
     resampled_inputs: Annotated[
-        int, Option(min=0, help="Inputs whose importance by resampling is measured, for Lemma 1; 0: none.")
+        int,
+        Option(min=0, help="Number of inputs whose importance is measured by resampling, for Lemma 1; 0 skips this."),
     ] = 300
-    resampling_images: Annotated[int, Option(min=2, max=MOST, help="Test images that those are resampled over.")] = 1000
+    resampling_images: Annotated[
+        int, Option(min=2, max=MOST, help="Number of test images from which --resampled-inputs are resampled.")
+    ] = 1000
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -76,6 +76,6 @@ def print_lifted(lifted: Lifted) -> None:
         f"nn.to_efcn: weights of its own for each position, {RADIUS} pixel more on each side",
     )
     print(
-        f"Of the lifted layers' weights {lifted.deviation.delta_locality:.2%} lie where no convolution reads, and "
+        f"Of the lifted layers' weights {lifted.deviation.delta_locality:.2%} are where no convolution reads, and "
         f"{lifted.deviation.delta_sharing:.2%} are apart from the nearest convolution, by their norms."
     )

@@ -1,9 +1,9 @@
 """Batches of an in-memory data set, randomly cropped and flipped, normalised, on the training device.
 
-All randomness is drawn on the CPU from (seed, epoch) alone, so that a resumed run and another device see the same
-images in the same order, and several processes share the batches of a single one. Crops are read on the device through
-a view of all windows of the padded images and of their mirror images: one ``index_select`` per batch, which on the CPU
-copies whole rows at once where a gather would copy single bytes.
+All randomness is drawn on the CPU and depends only on (seed, epoch), so that a resumed run and another device see the
+same images in the same order, and several processes share the batches of a single one. Crops are read on the device
+through a view of all windows of the padded images and of their mirror images: one ``index_select`` per batch, which on
+the CPU copies whole rows at once where a gather would copy single bytes.
 """
 
 from collections.abc import Iterator

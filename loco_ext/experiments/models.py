@@ -243,7 +243,7 @@ class BasicBlock(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every ``stride``-th pixel, and so many more channels of zeros: option A of He et al. (2015)."""
+    """Keep every ``stride``-th pixel and append ``more_channels`` channels of zeros: option A of He et al. (2015)."""
 
     def __init__(self, more_channels: int, stride: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class Processes:
         return values
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Broadcast the first process's buffers; each process has running statistics of its own samples alone."""
+        """Broadcast the first process's buffers; each process has running statistics of only its own samples."""
         if self.count > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)

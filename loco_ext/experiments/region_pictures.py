@@ -24,7 +24,7 @@ from loco_ext.regularizers.frozen import Network
 from loco_ext.regularizers.linear_regions import region_patterns
 
 TOY_UNITS, TOY_LAYERS, TOY_POINTS, TOY_STEPS = 32, 3, 40, 600
-PIXELS = 300  # of each side of a picture of the plane
+PIXELS = 300  # length of each side of a picture of the plane
 
 
 def radii(arms: list[dict[str, Any]]) -> Figure:

@@ -66,32 +66,44 @@ class RegionsSettings:
 
     data: Annotated[
         Literal["mnist", "digits"],
-        Option("--dataset", help="mnist, its idx files in --data; or digits, which need no files."),
+        Option("--dataset", help="Data set: mnist, whose idx files --data has; or digits, which need no files."),
     ] = "mnist"
-    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples.")] = 20
-    batch_size: Annotated[int, Option(min=1, max=MOST, help="Samples per step.")] = 64
-    learning_rate: Annotated[float, Option("--lr", min=0, help="Learning rate.")] = 0.01
-    momentum: Annotated[float, Option(min=0, max=1, help="Nesterov's momentum, less than 1.")] = 0.5
-    layers: Annotated[int, Option(min=1, max=100, help="Hidden layers.")] = 4
-    units: Annotated[int, Option(min=1, max=MOST, help="Units in each of them.")] = 300
+    epochs: Annotated[int, Option(min=1, max=MOST, help="Number of passes over the training samples.")] = 20
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Number of samples per step.")] = 64
+    learning_rate: Annotated[float, Option("--lr", min=0, help="Learning rate of all epochs.")] = 0.01
+    momentum: Annotated[float, Option(min=0, max=1, help="Nesterov momentum, less than 1.")] = 0.5
+    layers: Annotated[int, Option(min=1, max=100, help="Number of hidden layers.")] = 4
+    units: Annotated[int, Option(min=1, max=MOST, help="Number of units in each hidden layer.")] = 300
     strengths: Annotated[
         tuple[float, ...],
-        Option(parser=separated(float), metavar="NUMBERS", help="Strengths of ROLL, lambda in the paper."),
+        Option(parser=separated(float), metavar="NUMBERS", help="Strengths of ROLL, called lambda in the paper."),
     ] = (0.25, 0.5, 1.0, 2.0, 4.0)
     hinges: Annotated[
         tuple[float, ...],
-        Option(parser=separated(float), metavar="NUMBERS", help="Factors of the margin's share, C in the paper."),
+        Option(
+            parser=separated(float),
+            metavar="NUMBERS",
+            help="Factors of the margin's part of the loss, called C in the paper.",
+        ),
     ] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     percents: Annotated[
         tuple[str, ...],
-        Option(parser=separated(str), metavar="PERCENTS", help="Percentages of the units that count, or max."),
+        Option(
+            parser=separated(str),
+            metavar="PERCENTS",
+            help="Percentages of units with the largest terms that ROLL counts, or max for one unit.",
+        ),
     ] = ("max", "25", "50", "75", "100")
     probes: Annotated[
-        int, Option(min=0, max=MOST, help="Random probes of the gradients in each step; 0 for exact norms.")
+        int, Option(min=0, max=MOST, help="Number of random probes of gradients in each step; 0 computes exact norms.")
     ] = 0
-    seeds: Annotated[int, Option(min=1, max=MOST, help="Networks for each setting, from different weights.")] = 1
-    seed: Annotated[int, Option(min=0, max=2**62, help="Seed of the first of them.")] = 0
-    toy: Annotated[bool, Option(help="Draw linear regions of networks of the plane, in half a minute.")] = True
+    seeds: Annotated[
+        int, Option(min=1, max=MOST, help="Number of networks for each setting, with consecutive seeds.")
+    ] = 1
+    seed: Annotated[int, Option(min=0, max=2**62, help="Seed of the first network of each setting.")] = 0
+    toy: Annotated[
+        bool, Option(help="Also draw the linear regions of three networks with two inputs, which takes half a minute.")
+    ] = True
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,7 +10,7 @@ from typer import Option
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError
-from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
+from loco_ext.experiments.data import CLASSES, DATA, FOLDER, IMAGE_SIZE, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
@@ -81,8 +81,8 @@ class Settings:
     model: Annotated[
         str,
         Option(
-            help=f"Network: {', '.join(MODELS)}; or MODULE:FUNCTION, a function of yours that returns a "
-            "torch.nn.Module, called with num_classes if it takes that."
+            help=f"Network: {', '.join(MODELS)}; or MODULE:FUNCTION, your own function that returns a torch.nn.Module. "
+            "It is called with num_classes if it has that parameter."
         ),
     ]
     data: Annotated[
@@ -90,8 +90,8 @@ class Settings:
         Option(
             "--dataset",
             metavar="NAME",
-            help=f"Data set: {', '.join(CLASSES)}; or folder, images of your own, where --data has train/CLASS/*.png, "
-            "and val or test alike.",
+            help=f"Data set: {', '.join(CLASSES)}; or folder, your own images, which --data has as train/CLASS/*.png "
+            "and likewise in val or test.",
         ),
     ] = FOLDER
     image_size: Annotated[
@@ -100,121 +100,166 @@ class Settings:
             min=1,
             max=MOST,
             metavar="PIXELS",
-            help="Height and width that a folder's images are resized and cropped to; 32 where there is none.",
+            show_default=str(IMAGE_SIZE),
+            help="Height and width to which the images of --dataset folder are resized and cropped.",
         ),
     ] = None
-    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples; milestones move along.")] = (
-        250
-    )
-    batch_size: Annotated[int, Option(min=1, max=MOST, help="Samples per step, over all processes.")] = 128
-    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer.")] = "sgd"
-    learning_rate: Annotated[float, Option("--lr", help="Learning rate of the first epoch.")] = 0.1
+    epochs: Annotated[
+        int,
+        Option(
+            min=1,
+            max=MOST,
+            help="Number of passes over the training samples. Milestones that are not given scale with it.",
+        ),
+    ] = 250
+    batch_size: Annotated[
+        int, Option(min=1, max=MOST, help="Number of samples per step, over all processes together.")
+    ] = 128
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer of the training.")] = "sgd"
+    learning_rate: Annotated[float, Option("--lr", help="Learning rate in the first epoch.")] = 0.1
     momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")] = 0.9
-    weight_decay: Annotated[float, Option(help="Weight decay, which is twice LOCO-REG's lambda.")] = 0.001
+    weight_decay: Annotated[float, Option(help="Weight decay; it is twice the lambda of LOCO-REG.")] = 0.001
     schedule: Annotated[
         Literal["steps", "cosine"],
-        Option(help="How the learning rate falls: after each milestone, or to 0 along a cosine."),
+        Option(help="How the learning rate falls: in steps, after each milestone; or along a cosine, to 0."),
     ] = "steps"
     milestones: Annotated[
         tuple[int, ...],
         Option(
             parser=separated(int),
             metavar="EPOCHS",
-            help="Epochs after which the learning rate falls, separated by commas, as 70,140.",
+            help="Epochs after which the learning rate falls, separated by commas, such as 70,140.",
         ),
     ] = (70, 140, 190, 230, 245)
-    factor: Annotated[float, Option(help="Factor of the learning rate after a milestone.")] = 0.316
+    factor: Annotated[float, Option(help="Factor by which the learning rate is multiplied after each milestone.")] = (
+        0.316
+    )
     locality: Annotated[
         Locality,
         Option(
             parser=option_parsers.locality,
             metavar="FACTORS",
-            help="How the decay varies within a filter: none, GAMMA,ETA, one factor per distance class, or a file that "
-            "analyze has written.",
+            help="How the decay varies within a filter: none; GAMMA,ETA; one factor for each distance class; or a file "
+            "that the command analyze has written.",
         ),
     ] = None
-    norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that decays.")] = "l2"
-    augment: Annotated[bool, Option(help="Crop and flip images at random, of all data but digits.")] = True
-    crop: Annotated[bool, Option(help="Crop them where they are augmented; otherwise flips alone are random.")] = True
+    norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that the decay reduces.")] = "l2"
+    augment: Annotated[
+        bool, Option(help="Crop and flip training images at random. The digits are never augmented.")
+    ] = True
+    crop: Annotated[
+        bool, Option(help="Let --augment crop images as well as flip them; --no-crop leaves only the flips.")
+    ] = True
     shuffle: bool = True
     seed: Annotated[
-        int, Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the order, augmentations and dropout.")
+        int,
+        Option(
+            min=0, max=2**63 - 1, help="Seed of the initial weights, the order of samples, augmentation and dropout."
+        ),
     ] = 0
-    width: Annotated[float, Option(help="Factor of the numbers of channels, of resnet* and plain*.")] = 1.0
+    width: Annotated[
+        float, Option(help="Factor by which all numbers of channels are multiplied, for resnet* and plain* only.")
+    ] = 1.0
     penalty: Annotated[
         Literal["rings", "kernels", "complexity"] | None,
-        Option(parser=name_or_none, help="Penalty on all convolutions: none, rings, kernels or complexity."),
+        Option(
+            parser=name_or_none,
+            help="Penalty on all convolutions: none; rings, on rings of taps; kernels, on whole filters; or "
+            "complexity, on the network's multiply-accumulates.",
+        ),
     ] = None
-    strength: Annotated[float, Option(help="Strength of the penalty, the draft's alpha.")] = 0.0
+    strength: Annotated[float, Option(help="Strength of --penalty, called alpha in the draft.")] = 0.0
     weighting: Annotated[
-        Literal["plain", "normalized", "scaled"], Option(help="How the penalty weighs layers and rings.")
+        Literal["plain", "normalized", "scaled"],
+        Option(help="Factor of a group of n weights in the penalty: 1 if plain, 1/sqrt(n) if normalized, or sqrt(n)."),
     ] = "plain"
-    kind: Annotated[Literal["half", "full"], Option(help="Which rings the penalty can remove.")] = "half"
+    kind: Annotated[Literal["half", "full"], Option(help="Whether the penalty removes half or full rings of taps.")] = (
+        "half"
+    )
     group_norm: Annotated[
-        Literal["l2", "linf"], Option(help="Norm of the penalty's groups; complexity takes l2 alone.")
+        Literal["l2", "linf"], Option(help="Norm of the penalty's groups of weights; complexity allows only l2.")
     ] = "l2"
     power: Annotated[
         int,
-        Option(min=1, max=2, help="2: the penalty squares the sum of each filter's rings, or of each layer's kernels."),
+        Option(
+            min=1,
+            max=2,
+            help="Power of the penalty's sums, which run over each filter's rings or over each layer's filters.",
+        ),
     ] = 1
     folded: Annotated[
         bool | None,
         Option(
-            help="Penalise weights times the scale of the batch norm behind them, as is done by default for rings and "
-            "kernels: a norm undoes what a penalty does to the length of the weights alone."
+            show_default="on for the penalties rings and kernels, otherwise off",
+            help="Penalise each filter times the scale of the batch norm behind it. Without this, the batch norm "
+            "undoes the penalty's effect on a filter's length.",
         ),
     ] = None
     solver: Annotated[
         Literal["prox", "subgradient"],
-        Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
+        Option(
+            help="How the penalty is minimised: prox sets exact zeros after each step; subgradient adds it to the loss."
+        ),
     ] = "prox"
     macs: Annotated[
         float | None,
         Option(
             metavar="SHARE",
-            help="Share of the network's multiply-accumulates that may stay: filters are removed in the first half of "
-            "the training, from a tenth of it on. The command compact makes the small network.",
+            show_default="no limit",
+            help="Share of the network's multiply-accumulates that may remain. Filters are removed between a tenth and "
+            "half of the training; afterwards, the command compact makes the small network.",
         ),
     ] = None
     parameters: Annotated[
-        float | None, Option(metavar="SHARE", help="The same of its parameters, instead of --macs.")
+        float | None,
+        Option(
+            metavar="SHARE",
+            show_default="no limit",
+            help="Share of the network's parameters that may remain; an alternative to --macs.",
+        ),
     ] = None
     latency: Annotated[
         float | None,
-        Option(metavar="SHARE", help="The same of its latency for one image, measured on this machine."),
+        Option(
+            metavar="SHARE",
+            show_default="no limit",
+            help="Share of the network's latency for one image, measured on this machine, that may remain; an "
+            "alternative to --macs.",
+        ),
     ] = None
     method: Annotated[
         Literal["pruning", "penalty"],
         Option(
-            help="How --macs and the like remove filters: pruning removes the least important ones, more and more of "
-            "them; penalty shrinks all, by as much as the budget asks for, which is slower."
+            help="How --macs, --parameters or --latency removes filters: pruning removes more and more of the least "
+            "important filters; penalty shrinks all filters until the network meets the limit, which is slower."
         ),
     ] = "pruning"
     granularity: Annotated[
         Literal["rings", "filters"],
-        Option(help="What --macs and the like remove: whole filters, or rings of taps as well."),
+        Option(help="What --macs, --parameters or --latency removes: whole filters, or also rings of their taps."),
     ] = "rings"
     round_to: Annotated[
         int,
         Option(
             min=1,
             max=MOST,
-            help="With --macs and the like, numbers of channels become multiples of this one; 8 suits fast kernels.",
+            help="With --macs, --parameters or --latency, make all numbers of channels multiples of this number; 8 "
+            "suits fast kernels.",
         ),
     ] = 1
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
         Option(
             parser=name_or_none,
-            help="Regulariser of the importance landscape, every ten steps: none; curvature, towards a flat one; or "
-            "target, towards the smoothness of the training images.",
+            help="Regulariser of the importance landscape, applied every ten steps: none; curvature, which flattens "
+            "the landscape; or target, which makes it as smooth as the training images.",
         ),
     ] = None
     alpha: Annotated[
         float,
         Option(
-            help="Strength of --pilcro, whose losses are means over pixels; its paper has 1, 10 and 100. Curvature is "
-            "the steeper loss, as its stencil has the centre -8, and takes a smaller one, such as 0.1."
+            help="Strength of --pilcro, whose losses are means over pixels. The paper uses 1, 10 and 100, which suit "
+            "target. curvature is a steeper loss and needs a smaller strength, such as 0.1."
         ),
     ] = 0.0
     distillation: Annotated[
@@ -223,15 +268,16 @@ class Settings:
             min=0,
             max=1,
             metavar="WEIGHT",
-            help=f"Weight of the outputs of --teacher in the loss, from 0 to 1; {WEIGHT} where there is a teacher.",
+            show_default=f"{WEIGHT} with --teacher",
+            help="Weight of the teacher's outputs in the loss.",
         ),
     ] = None
     temperature: Annotated[
-        float, Option(help="Temperature that the outputs of --teacher, and the network's own, are softened by.")
+        float, Option(help="Temperature that softens the outputs of --teacher and of the network.")
     ] = TEMPERATURE
     amp: Annotated[
         bool,
-        Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),
+        Option(help="Train under autocast in bfloat16, or in float16 with a GradScaler on GPUs without bfloat16."),
     ] = False
     weights: str | None = None  # digest of the initial weights; None means that they are drawn at random
     teacher: str | None = None  # digest of the teacher's weights
@@ -285,7 +331,7 @@ class Settings:
 
     @property
     def penalises_folded(self) -> bool:
-        """Whether the penalty is on weights times the scale of the batch norm behind them."""
+        """Return whether the penalty is on weights times the scale of the batch norm behind them."""
         return self.penalty in ("rings", "kernels") if self.folded is None else self.folded
 
     def make_penalty(self) -> GroupPenalty | None:
@@ -322,8 +368,8 @@ class Settings:
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "quick": {"epochs": 8, "schedule": "cosine", "milestones": ()}}
 PRESETS_MEAN = (
-    "Defaults of the other options. paper: LOCO-REG's schedule, section 7; quick: what a CPU trains in minutes, few "
-    "epochs whose learning rate falls to 0 along a cosine."
+    "Defaults of the other options. paper: LOCO-REG's schedule, section 7; quick: a few epochs whose learning rate "
+    "falls to 0 along a cosine, which take a CPU minutes."
 )
 
 

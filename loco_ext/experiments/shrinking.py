@@ -49,32 +49,45 @@ class Shrinking:
     """Settings that say how small a network becomes and how it is trained on; exactly one budget is given."""
 
     macs: Annotated[
-        float | None, Option(metavar="SHARE", help="Share of the network's multiply-accumulates that may stay.")
+        float | None,
+        Option(
+            metavar="SHARE",
+            show_default="no limit",
+            help="Share of the network's multiply-accumulates that may remain.",
+        ),
     ] = None
     parameters: Annotated[
-        float | None, Option(metavar="SHARE", help="Share of the network's parameters that may stay.")
+        float | None,
+        Option(metavar="SHARE", show_default="no limit", help="Share of the network's parameters that may remain."),
     ] = None
     latency: Annotated[
         float | None,
-        Option(metavar="SHARE", help="Share of the network's latency that may stay, measured on this machine."),
+        Option(
+            metavar="SHARE",
+            show_default="no limit",
+            help="Share of the network's latency, measured on this machine, that may remain.",
+        ),
     ] = None
     granularity: Annotated[
-        Literal["rings", "filters"], Option(help="What is removed: whole filters, or rings of their taps as well.")
+        Literal["rings", "filters"], Option(help="What is removed: whole filters, or also rings of their taps.")
     ] = "rings"
     round_to: Annotated[
-        int, Option(min=1, max=MOST, help="Numbers of channels become multiples of this one; 8 suits fast kernels.")
+        int,
+        Option(min=1, max=MOST, help="Make all numbers of channels multiples of this number; 8 suits fast kernels."),
     ] = 1
     importance: Annotated[
         Literal["taylor", "norm"],
-        Option(help="What stays: what the loss on training samples depends on, or what has large weights."),
+        Option(
+            help="How importance is measured: taylor, by the effect on the training loss; norm, by the size of weights."
+        ),
     ] = "taylor"
-    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples afterwards.")] = 10
+    epochs: Annotated[int, Option(min=1, max=MOST, help="Number of passes over the training samples afterwards.")] = 10
     learning_rate: Annotated[
         float | None,
         Option(
             "--lr",
-            help="Learning rate of the first epoch, which falls to 0 along a cosine; with none, half of the run's, or "
-            "0.05 for a checkpoint.",
+            show_default="half of the run's, or 0.05 for a checkpoint",
+            help="Learning rate in the first epoch; it falls to 0 along a cosine.",
         ),
     ] = None
     distillation: Annotated[
@@ -83,12 +96,16 @@ class Shrinking:
             min=0,
             max=1,
             metavar="WEIGHT",
-            help="Weight in the loss, from 0 to 1, of the outputs of the network as it was, which the small one then "
-            "learns as well.",
+            show_default="no distillation",
+            help="Weight in the loss of the outputs of the original network, which teach the small one.",
         ),
     ] = None
-    temperature: Annotated[float, Option(help="Temperature that both networks' outputs are softened by.")] = TEMPERATURE
-    batch_size: Annotated[int, Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")] = 64
+    temperature: Annotated[
+        float, Option(help="Temperature of --distillation that softens the outputs of both networks.")
+    ] = TEMPERATURE
+    batch_size: Annotated[
+        int, Option(min=1, max=MOST, help="Number of images per batch for which speed is measured.")
+    ] = 64
 
     def __post_init__(self) -> None:
         check_fields(self)

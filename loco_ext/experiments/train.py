@@ -51,7 +51,7 @@ class Epoch:
 
 
 def make_model(settings: Settings, data: Dataset) -> nn.Module:
-    """Return the network in channels_last, which is faster; its weights are drawn on the CPU from the seed alone.
+    """Return the network in channels_last, which is faster; its weights are drawn on the CPU from only the seed.
 
     The caller's random state is unchanged.
     """
@@ -117,7 +117,7 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
 def make_budget(
     settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset, processes: Processes
 ) -> Budget | None:
-    """Return what makes the network smaller while it trains, or None if all of it stays.
+    """Return the budget that makes the network smaller while it trains, or None if there is none.
 
     Raises:
         SettingsError: the model cannot be made as small.
@@ -255,7 +255,7 @@ def _agreeing(
 
 @contextmanager
 def _dropout_from(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
-    """Seed dropout by epoch and process alone inside the ``with``, and restore the random state on exit."""
+    """Seed dropout only by epoch and process inside the ``with``, and restore the random state on exit."""
     (state,) = np.random.SeedSequence([seed, epoch, processes.rank]).generate_state(1, np.uint64)
     with torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []):
         torch.manual_seed(int(state))
@@ -289,7 +289,7 @@ def train_epoch(
     losses, correct, counts = [], [], []
     for images, labels, share in loader.epoch(epoch):
         optimizer.zero_grad()
-        # Before the forward pass, so that the memory of both is not needed at once.
+        # This comes before the forward pass, so that the memory of both is not needed at the same time.
         extra = None if pilcro is None else pilcro(model, images)
         with precision.autocast():
             logits = model(images)

@@ -40,7 +40,7 @@ class Size:
 
     @property
     def is_sum_of_sizes(self) -> bool:
-        """Whether nothing is subtracted, so that the size is not negative."""
+        """Return whether nothing is subtracted, so that the size cannot be negative."""
         return all(coefficient > 0 for _, coefficient in self.terms)
 
     def __add__(self, other: Size | int) -> Size:

@@ -23,7 +23,7 @@ def block_offsets(pattern: BlockPattern) -> Tensor:
         pattern: one with a ``conv``.
 
     Returns:
-        int64 ``[nnz, axes]``, in *half* pixels, as the middle of an even kernel lies between two of them. If opposite
+        int64 ``[nnz, axes]``, in *half* pixels, as the middle of an even kernel is between two of them. If opposite
         ends of the image touch, it is the shorter way, and the negative one if both are equally long. If a tap
         reads reflect or replicate padding, the offset is that of the pixel that is read.
 

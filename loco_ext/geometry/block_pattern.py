@@ -88,7 +88,7 @@ class BlockPattern:
         crow_indices: integers ``[n_out + 1]``: where each output pixel's blocks begin, and their total.
         col_indices: integers ``[nnz]``: the input pixel of each block, strictly ascending in each row.
         n_in: the number of input pixels.
-        conv: the convolution around which the pattern lies. Patterns from :meth:`from_conv`, and all made from these,
+        conv: the convolution that the pattern extends. Patterns from :meth:`from_conv`, and all made from these,
             have one; growth, taps and distances need it.
 
     Attributes:
@@ -240,8 +240,8 @@ class BlockPattern:
         Neighbours are at most ``radius`` away on every axis. Around a convolution without dilation the result is the
         pattern of a kernel with ``radius`` more taps, and as much more padding, on every side. ``grow(a)`` and then
         ``grow(b)`` is ``grow(a + b)``; a ``radius`` as large as the image gives the full pattern. Opposite ends of the
-        image touch if ``padding_mode`` is circular. An output pixel without blocks, such as one that reads padding
-        alone, grows from the input pixel nearest to the middle of its receptive field.
+        image touch if ``padding_mode`` is circular. An output pixel without blocks, such as one that reads only
+        padding, grows from the input pixel nearest to the middle of its receptive field.
 
         Args:
             radius: number of input pixels, at least 0.
@@ -315,7 +315,7 @@ class BlockPattern:
         return ConvTaps(*map(torch.from_numpy, pattern_indices.conv_taps(*tables, *self._arrays)))
 
     def local_mask(self) -> Tensor:
-        """Return whether each block lies in the receptive field of ``conv``: bool ``[nnz]``.
+        """Return whether each block is in the receptive field of ``conv``: bool ``[nnz]``.
 
         Raises:
             ValueError: the pattern has no ``conv``.

@@ -106,7 +106,7 @@ class ConvGeometry:
 
     @property
     def wraps(self) -> bool:
-        """Whether opposite ends of the image touch."""
+        """Return whether padding is circular, so that opposite edges of the image touch."""
         return self.padding_mode == "circular"
 
     def axis_pixels(self, axis: int) -> np.ndarray:
@@ -165,7 +165,7 @@ class ConvGeometry:
         return torch.from_numpy(reduce(np.kron, axes))
 
     def _grown(self, axis: int, marks: np.ndarray, radius: int) -> np.ndarray:
-        """Return how many pixels of the axis lie at most ``radius`` from any of the ascending marks of a row."""
+        """Return how many pixels of the axis are at most ``radius`` away from any of the ascending marks of a row."""
         size, first, last = self.input_size[axis], marks[:, 0], marks[:, -1]
         between = np.minimum(np.diff(marks, axis=1), 2 * radius + 1).sum(axis=1)
         if self.wraps:

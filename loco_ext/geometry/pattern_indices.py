@@ -80,7 +80,7 @@ def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray,
 
 def _reads(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return output pixel, tap and input pixel of every read, sorted in this order."""
-    # Each table lies along its own axes of [outputs z, y, x, taps z, y, x].
+    # Each table varies along its own axes of [outputs z, y, x, taps z, y, x].
     z, y, x = (np.expand_dims(table, [i for i in range(6) if i % 3 != axis]) for axis, table in enumerate(pixels))
     read = (z * image[1] + y) * image[2] + x
     live = (z >= 0) & (y >= 0) & (x >= 0)

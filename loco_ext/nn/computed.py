@@ -68,7 +68,7 @@ def weight_of(module: _ConvNd) -> Tensor:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether the module is a convolution that is not transposed: filters lie along the first axis."""
+    """Return whether the module is a convolution that is not transposed, so that the first axis is that of filters."""
     return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
 
 

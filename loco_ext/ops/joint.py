@@ -1,4 +1,4 @@
-"""Penalties on the square of a sum over all filters of a layer: the factor they share, in torch's operators alone."""
+"""Penalties on the square of a sum over all filters of a layer: the factor they share, only in torch's operators."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def suggests_channels_last(x: Tensor) -> bool:
-    """Return whether torch's convolutions give a channels_last output for x, which they decide by strides alone."""
+    """Return whether torch's convolutions give a channels_last output for x, which they decide only by strides."""
     sizes, strides = x.shape, x.stride()
     if len(sizes) not in FORMATS or strides[1] == 0:
         return False

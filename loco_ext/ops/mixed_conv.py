@@ -34,7 +34,7 @@ def mixed_conv2d(
 ) -> Tensor:
     """Return a 2-d convolution in parts; the filters of each part have a size and a padding of their own.
 
-    If nothing is differentiated, CPU kernels compute all parts at once, each filter with its own taps alone, in the
+    If nothing is differentiated, CPU kernels compute all parts at once, each filter with only its own taps, in the
     time that its MACs take, however few filters there are. Results are bitwise independent of the number of threads.
     Otherwise, and under autocast, ``torch.compile`` and ``torch.export``, each part is one of torch's convolutions, and
     the result is differentiable as these are. torch.fx records one call.
@@ -44,7 +44,7 @@ def mixed_conv2d(
         weights: one tensor per part, ``(filters, C_in, height, width)``.
         biases: one tensor per part, ``(filters,)``; or empty for no biases.
         pads: for each part, the rows of zeros above and below the image and the columns left and right of it; a
-            negative number crops so many of the image's own. The results of all parts must have the same size.
+            negative number crops rows or columns of the image. The results of all parts must have the same size.
         order: int64, ``(C_out,)``: for each channel of the result, the index of its filter counted over all parts; None
             keeps the order of the parts.
         stride, dilation: along height and width.

@@ -53,12 +53,12 @@ class StepPenalty:
         self.joint = joint and squared is not None
         zeros = torch.zeros_like(self.thresholds)
         numbers = torch.tensor([len(self.rings), *self.rings], dtype=torch.float64, device="cpu")
-        # As the kernels take it: the number of taps, the ring of each tap, t and q of each ring.
+        # The kernels read the penalty from this table: the number of taps, each tap's ring, and each ring's t and q.
         self.table = torch.cat([numbers, self.thresholds, zeros if self.squared is None else self.squared])
 
     @property
     def of_layer(self) -> bool:
-        """Whether the penalty is on all filters of a layer together."""
+        """Return whether the penalty is on all filters of a layer together."""
         return self.joint
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +92,7 @@ class LayerPenalty:
 
     @property
     def of_layer(self) -> bool:
-        """Whether the penalty is on all filters together, as for :class:`StepPenalty`; always True."""
+        """Return True, as the penalty is on all filters together. :class:`StepPenalty` has the same property."""
         return True
 
 

@@ -110,10 +110,11 @@ class LocalityOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler passes grad_scale and found_inf to step() instead of unscaling and skipping itself.
+        """Return whether GradScaler passes grad_scale and found_inf to step() instead of unscaling and skipping itself.
 
-        As in torch.optim, only with ``fused=True``: gradients can then not be clipped between unscaling and the step.
-        torch's own functions cannot take a scale. With step_in_backward, step() has to learn that there is a scaler.
+        As in torch.optim, it does so only with ``fused=True``, because gradients can then not be clipped between
+        unscaling and the step. torch's own functions cannot take a scale. With step_in_backward, step() has to learn
+        that there is a scaler.
         """
         fused = all(group["fused"] and not uses_torch(group) for group in self.param_groups)
         return fused or bool(self._stepped_in_backward)

@@ -49,7 +49,7 @@ class CachedBatch:
         args.hyper, args.first = torch.from_numpy(self.hyper), ()
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
-        self._held: tuple[Any, Any] | None = None  # where the tensors of a held step lie, and the step
+        self._held: tuple[Any, Any] | None = None  # the addresses of a kept step's tensors, and the step
         self._states: list[dict[str, Any]] = []
         self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the held step
 

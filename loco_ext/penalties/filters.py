@@ -1,10 +1,10 @@
 """The filters of a weight, and the nested groups of each filter's weights.
 
-Groups are nested: group ``G_(n+1)`` has the rings 0 to n, and the last is the whole filter. The filters of a
-convolution lie in its weight as the operators of :mod:`loco_ext.ops` take them. Those of a locally connected layer do
-not: there, a filter belongs to one unit, an output channel at one output pixel, and consists of its weights in all
-blocks of that pixel. Its rings are those of :func:`loco_ext.geometry.block_rings`: first the blocks that growth has
-added, the latest first, then the convolution's own.
+Groups are nested: group ``G_(n+1)`` has the rings 0 to n, and the last is the whole filter. The weight of a
+convolution has its filters in the layout that the operators of :mod:`loco_ext.ops` take. That of a locally connected
+layer does not: there, a filter belongs to one unit, an output channel at one output pixel, and consists of its weights
+in all blocks of that pixel. Its rings are those of :func:`loco_ext.geometry.block_rings`: first the blocks that growth
+has added, the latest first, then the convolution's own.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ConvFilters(Filters):
         channels, kernel_size = shape[0], tuple(shape[1:])
         self.rings = [0] * math.prod(kernel_size) if kind is None else geometry.ring_list(kernel_size, kind, first)
         self.count = max(self.rings) + 1
-        taps = itertools.accumulate(map(self.rings.count, range(self.count)))  # of each group
+        taps = itertools.accumulate(map(self.rings.count, range(self.count)))  # number of taps of each group
         self._roots = [math.sqrt(channels * number) for number in taps]
 
     def factors(self, weighting: str, scale: float = 1.0) -> Tensor:
@@ -122,7 +122,7 @@ class BlockFilters(Filters):
     """
 
     def __init__(self, shape: torch.Size, pattern: BlockPattern, kind: str | None, first: str) -> None:
-        rings = torch.zeros(pattern.nnz, dtype=torch.int64, device="cpu")  # of each block
+        rings = torch.zeros(pattern.nnz, dtype=torch.int64, device="cpu")  # the ring of each block
         if kind is not None:
             rings = geometry.block_rings(pattern, kind, first)
         self.count = int(rings.max()) + 1 if len(rings) else 1

@@ -153,7 +153,7 @@ class FoldedFactors:
 
     @property
     def depend_on_direction(self) -> bool:
-        """Whether the penalty depends on the direction of a filter, not only on its Euclidean length."""
+        """Return whether the penalty depends on a filter's direction, not only on its Euclidean length."""
         return isinstance(self.inner, RingPenalty) or self.inner.norm == "linf"
 
     def reciprocal_sigma(self) -> Tensor:
@@ -224,7 +224,7 @@ class FoldedFactors:
 
     @property
     def _squares_filters(self) -> bool:
-        """Whether each filter's sum is squared. In a metric, slopes at the previous sum would miss the minimum."""
+        """Return whether each filter's sum is squared. In a metric, slopes at the former sum would miss the minimum."""
         return self.inner.power == 2 and isinstance(self.inner, RingPenalty)
 
     def _norms(self, weight: Tensor) -> Tensor:

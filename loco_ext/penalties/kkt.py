@@ -115,10 +115,10 @@ def _distance_linf(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: 
     """
     count = t.shape[1]
     size, sign = x.abs(), torch.where(x == 0, forces.sign(), x.sign())
-    along = forces * sign  # at least 0 where the weight is pulled towards 0
+    along = forces * sign  # it is at least 0 where the weight is pulled towards 0
     at_top = size >= groups[:, None, index]
     tops = along.clamp(min=0) * at_top
-    taken = torch.zeros_like(t).index_add_(1, index, tops.sum(1))  # by ring
+    taken = torch.zeros_like(t).index_add_(1, index, tops.sum(1))  # force taken by each ring
     wrong = (along.clamp(max=0).abs() + along.clamp(min=0) * ~at_top).sum((1, 2))
     # Forces taken must not exceed those available, from the last group of each plateau to its first.
     surplus = torch.zeros_like(wrong)

@@ -221,7 +221,7 @@ def _root(rising: Callable[[Tensor], Tensor], upper: Tensor) -> Tensor:
     last, other = torch.zeros_like(upper), upper
     of_last, of_other = torch.full_like(upper, -torch.inf), torch.full_like(upper, torch.inf)
     positive = torch.zeros_like(upper, dtype=torch.bool)
-    part = torch.full_like(upper, 0.5)  # of the way from the last point to the other, where the next one lies
+    part = torch.full_like(upper, 0.5)  # the next point divides last..other so
     for _ in range(_ROUNDS):
         point = last + part * (other - last)
         value = rising(point)

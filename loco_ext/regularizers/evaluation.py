@@ -34,7 +34,7 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
 
     Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly, and
-    attention by torch's own operations, which alone can be differentiated twice.
+    attention by torch's own operations, because only these can be differentiated twice.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []

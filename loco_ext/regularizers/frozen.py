@@ -288,7 +288,7 @@ class Frozen:
         return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
-        """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""
+        """Return the tangents of a linear layer, from those of only the units that are positive for each sample."""
         weight = self.linear_weight(node)
         result = tangents.new_empty(*tangents.shape[:2], len(weight))
         for sample, sides in enumerate(self.bends[source].sides):

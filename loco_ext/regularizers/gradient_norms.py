@@ -204,12 +204,12 @@ def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:
 
 
 def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield a factor of ``W W^T`` from rows of W alone that count, ``[directions, N, units]``; zero for the others.
+    """Yield a factor of ``W W^T`` that takes only the live rows of W, ``[directions, N, units]``; zero for the others.
 
     Args:
         weight: W, ``[units, numbers of the input]``.
         live: which rows count for each sample, ``[N, units]``.
-        most: directions at once; up to so many each sample may have its own factor.
+        most: number of directions at once; up to this number, each sample may have its own factor.
     """
     places = live.any(0).nonzero().flatten()
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from loco_ext.regularizers.evaluation import check_images, check_logits, constant_images
 
-# How the expectation over the classes that the network predicts is taken: by one class drawn for each image, or by all
-# classes, weighted by their probabilities.
+# Ways to take the expectation over the predicted classes: one class is drawn for each image, or all classes are
+# weighted by their probabilities.
 EXPECTATIONS = ("sampled", "exact")
 
 

@@ -46,7 +46,7 @@ class Unit:
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., return_unit: Literal[False] = ..., *, memory_limit: int = ...
 ) -> Tensor:
-    """Return the radii alone."""
+    """Return only the radii."""
 
 
 @overload
@@ -214,7 +214,7 @@ def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int
 
 
 def region_patterns(network: Network, x: Tensor) -> list[bytes]:
-    """Return what identifies the linear region of each sample."""
+    """Return an identifier of each sample's linear region."""
     frozen = Frozen(network, x)
     sides = [bend.sides.flatten(1).to(torch.int32) for bend in frozen.bends.values()]
     if not sides:

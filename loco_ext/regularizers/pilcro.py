@@ -43,8 +43,8 @@ class PILCRO:
         alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``. The curvature loss is far steeper than
             the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
         every: number of calls from one application to the next, T.
-        target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
-        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; for mode ``"curvature"`` alone.
+        target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; only for mode ``"target"``.
+        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; only for mode ``"curvature"``.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
         reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
             not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode
@@ -112,7 +112,7 @@ class PILCRO:
         self.route = route
         self.seed = check_seed(seed)
         stencil = make_stencil(laplacian_kernel)
-        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # which the target loss does not depend on
+        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # the target loss uses none
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
@@ -146,7 +146,7 @@ class PILCRO:
         return _Loss.apply(loss, gradients, *parameters)
 
     def _factor(self, x: Tensor) -> float:
-        """Return what multiplies the loss of images ``x``."""
+        """Return the factor of the loss of images ``x``."""
         pixels = x.shape[-2:].numel() if self.reduction == "mean" else 1
         return self.alpha * (self.every if self.alpha_scaling == "T" else 1) / pixels
 

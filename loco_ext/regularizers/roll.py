@@ -196,7 +196,7 @@ class MarginLoss:
     @torch.compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``; arguments and errors are those of :class:`ROLL`."""
-        with torch.inference_mode(False):  # with gradients, which the loss itself takes, whatever the caller has set
+        with torch.inference_mode(False):  # the loss takes gradients itself, whatever the caller has set
             loss = self._loss(model, x)
         return loss if torch.is_grad_enabled() else loss.detach()
 

@@ -54,7 +54,7 @@ class TangentRoute:
         classes: Tensor | float | None,
         uniform: Tensor | None,
     ) -> tuple[InputGradients, Pull]:
-        """Return the input gradients, and the function that pulls back what they are multiplied by."""
+        """Return the input gradients, and the function that pulls back their factors."""
         if self._has_checkpoints:
             return double_backward(model, parameters, x, classes, uniform)
         passes = _Passes(self._keep_inputs)

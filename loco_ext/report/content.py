@@ -33,7 +33,7 @@ class Plot(NamedTuple):
 
     title: str
     alt: str
-    png: str  # in base64
+    png: str  # encoded in base64
     least: int
     most: int
     tables: Sequence[Table]
@@ -75,7 +75,7 @@ def number(value: float | None) -> str:
 
 
 def numbers(figure: Figure) -> list[Table]:
-    """Return what the lines and images of a figure show, one table for each, without those of colour bars."""
+    """Return a table of the numbers behind each line and image of a figure, except colour bars."""
     tables: list[Table] = []
     for axes in figure.axes:
         if axes.get_label() == "<colorbar>":

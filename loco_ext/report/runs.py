@@ -25,7 +25,7 @@ from loco_ext.experiments.regions import best
 from loco_ext.input import open_regular
 from loco_ext.output import json_text
 
-MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what wrong content of a file leads to
+MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # errors that wrong content of a file raises
 EPOCH = ("epoch", "learning_rate", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
 
@@ -209,7 +209,7 @@ def _shrink(folder: Path) -> _Facts:
     training = _train(folder / "training")
     before = read_json(folder / "start" / "manifest.json")["content"]["report"]
     metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
-    metrics.pop("latency_before", None)  # that of the small network before compaction
+    metrics.pop("latency_before", None)  # it is the latency of the small network before compaction
     settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
     return replace(training, settings=settings, metrics=metrics, content=compacted.content)
 

@@ -24,7 +24,7 @@ from loco_ext.sparsity import kernel_sizes
 
 LONGEST_LABEL = 60  # characters of a line's label
 MOST_FILTERS = 64  # filters in a picture
-COLUMNS = 8  # of that picture
+COLUMNS = 8  # columns of the picture of filters
 WIDTH = 4.6  # inches of a figure that fills the width of a phone
 Sizes = dict[str, Counter[str]]  # numbers of filters by layer and size
 
@@ -115,7 +115,7 @@ def _values(run: Run, name: str) -> list[float]:
 def filters(run: Run) -> list[Plot]:
     """Draw the filters of a network's first layer, and how many of each layer's have which size if some are smaller.
 
-    Commands that write no weights have other pictures: ``shrink`` and ``compact`` the sizes alone, ``analyze`` and
+    Commands that write no weights have other pictures: ``shrink`` and ``compact`` only the sizes, ``analyze`` and
     ``demo`` the mean magnitude of each tap.
     """
     if run.command in ("shrink", "compact"):

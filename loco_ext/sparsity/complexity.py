@@ -294,7 +294,7 @@ class _Readers(fx.Interpreter):
         self._modules = dict(graph.named_modules())
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[Call] = []
-        self.channels: dict[fx.Node, ChannelNorms] = {}  # of tensors (N, C, ...)
+        self.channels: dict[fx.Node, ChannelNorms] = {}  # norms of the channels of tensors (N, C, ...)
         self.names: dict[int, str] = {}  # name of the first module that has a weight, by the weight's id
 
     def run_node(self, node: fx.Node) -> Any:
@@ -317,7 +317,7 @@ class _Readers(fx.Interpreter):
         if name == "cat":
             tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0]
             whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
-            sources = [whole] if len(whole) == value.shape[1] else sources  # otherwise concatenated along another axis
+            sources = [whole] if len(whole) == value.shape[1] else sources  # else they join along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
         if not fitting:
             return ChannelNorms(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])

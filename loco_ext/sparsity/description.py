@@ -255,7 +255,7 @@ def _check_word(name: str, word: Any) -> None:
 def _target(
     op: str, target: Any, args: tuple[Any, ...], modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> Any:
-    """Return what the node calls or names, looked up in the tables or the model."""
+    """Return the target that the node calls or names, from the tables or the model."""
     if op == "placeholder":
         _check_word(target, target)
         return target

@@ -26,7 +26,7 @@ class FormerNames:
 
 
 def present_name(name: str) -> str:
-    """Return the present name of what may be called by a former one, of which the caller's caller is warned."""
+    """Return the present name for a present or former one; for a former one, warn the caller's caller."""
     present = PRESENT_NAMES.get(name, name)
     if present != name:
         text = f"{name}: this is called {present}; the former name will go"

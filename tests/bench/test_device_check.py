@@ -127,7 +127,7 @@ def test_a_failing_part_does_not_stop_the_others(
 
 
 def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without git, too; a changed source begins a new report, and what has passed is run again only if it is named."""
+    """Git is not needed. A changed source begins a new report; a part that passed runs again only if it is named."""
     monkeypatch.setattr(machine, "describe", lambda: {"commit": "unknown"})
     monkeypatch.setattr(device_check, "fingerprint", lambda: "abc")
     path = tmp_path / "device_check-made-up-gpu-80gb.json"
@@ -255,7 +255,7 @@ def test_parts_of_tests_fail_if_no_test_ran_on_the_gpu(monkeypatch: pytest.Monke
 
 
 def imported(path: Path, found: dict[Path, set[str]]) -> None:
-    """Collect what a module of ours and those of the tests that it imports import outside of functions."""
+    """Collect the packages that a module, and the test modules that it imports, import outside of functions."""
     if path in found:
         return
     found[path] = set()
@@ -271,7 +271,7 @@ def imported(path: Path, found: dict[Path, set[str]]) -> None:
 
 
 def test_what_runs_on_a_gpu_needs_no_packages_but_those_of_the_check() -> None:
-    """Solvers, say, that other tests compare with are missing on a machine that is lent for its GPU."""
+    """A machine that is lent for its GPU lacks, for instance, the solvers that other tests compare with."""
     found: dict[Path, set[str]] = {}
     for module in (*device_check.GPU_MODULES, "conftest"):
         imported(device_check.TESTS / f"{module}.py", found)

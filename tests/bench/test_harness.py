@@ -49,7 +49,7 @@ def test_candidates_are_free_before_they_are_built_again() -> None:
 def test_summary_of_known_values() -> None:
     summary = harness.summarise([[5.0, 0.0, 4.0, 1.0, 3.0], [2.0]])
     assert summary == harness.Timing(median=2.5, p20=1.0, p80=4.0, best=0.0, rounds=6)
-    # The two values are two states of the caches: the median lies between them, however often each occurs.
+    # The two values are two states of the caches: the median is between them, however often each occurs.
     assert harness.summarise([[1.0] * 9, [2.0] * 2]).median == 1.5
 
 

@@ -49,7 +49,7 @@ def test_the_operators_pass_opcheck(name, dtype):
 )
 def test_a_training_step_compiles_into_one_graph(compiler, backend, monkeypatch, tmp_path):
     monkeypatch.setenv("CI", "true")  # then inductor is strict about operators with decompositions
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what was compiled before is not judged again
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # earlier compilations are not used again
     problem = make_problem(CASES["convolution"], torch.float32)
     operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
     problem.pattern.transpose()

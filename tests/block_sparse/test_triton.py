@@ -1,7 +1,7 @@
 """Tests of the Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
 
 The interpreter must be chosen before triton is imported, so it runs in a process of its own. Its tl.dot is wrong for
-bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations are surrounded by NaN, results by numbers that
+bfloat16, which tests/block_sparse/test_triton_gpu.py covers. Activations are surrounded by NaN, results by numbers that
 must stay unchanged.
 """
 
@@ -172,7 +172,7 @@ def assert_is_dense(problem: Problem, results: tuple[Tensor, ...], dtype: torch.
 
 
 def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
-    """Compare with the float64 reference, which tests/test_block_sparse.py compares with a dense matrix."""
+    """Compare with the float64 reference, which tests/block_sparse/test_product.py compares with a dense matrix."""
 
     def of(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         x, values, grad = (change(t) for t in (call.x, call.values, call.grad))
@@ -206,7 +206,7 @@ HERE = {
         )
     },
 }
-# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ by kernel alone.
+# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ only by kernel.
 EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", "odd groups", "depthwise", "no entries")
 
 

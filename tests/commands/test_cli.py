@@ -72,13 +72,14 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("train", "training samples; milestones move along. [default: (paper: 250, quick: 8); 1<=x<=1000000]"),
-        ("frontier", "rate of the first epoch. [default: (0.02)]"),
-        ("efcn", "fashion-mnist; or folder, images of your own, where --data has"),
-        ("landscapes", "Networks of each arm, from --seed on. [default: (paper: 1, short: 3)"),
-        ("demo", "Passes over the training samples. [default: 40; 1<=x<=1000000]"),
+        ("train", "not given scale with it. [default: paper: 250; quick: 8] [1<=x<=1000000]"),
+        ("train", "effect on a filter's length. [default: on for the penalties rings and kernels, otherwise off]"),
+        ("frontier", "rate in the first epoch. [default: 0.02]"),
+        ("efcn", "fashion-mnist; or folder, your own images, which --data has"),
+        ("landscapes", "their seeds begin at --seed. [default: paper: 1; short: 3]"),
+        ("demo", "Number of passes over the training samples. [default: 40; 1<=x<=1000000]"),
         ("analyze", "[default: halves]"),
-        ("compact", "[default: (yes)]"),
+        ("compact", "[default: yes]"),
         ("info", "--json Print JSON"),
     ],
 )

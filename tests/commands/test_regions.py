@@ -41,7 +41,7 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch
         assert all(0 < low <= mid <= high for network in networks for low, mid, high in network["radii"].values())
         ratios = [a["radii"]["2"][1] / b["radii"]["2"][1] for a, b in zip(networks, vanilla, strict=True)]
         assert arm["ratio"]["2"]["mean"] == pytest.approx(sum(ratios) / 2)
-        error = abs(ratios[0] - ratios[1]) / 2  # of the mean of two
+        error = abs(ratios[0] - ratios[1]) / 2  # standard error of the mean of two
         assert arm["ratio"]["2"]["standard_error"] == pytest.approx(error)
     assert main(arguments) == 2
     assert "holds an experiment already" in capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_an_infinite_median_is_no_ratio():
 
 
 def test_radii_are_in_units_of_pixels(tmp_path):
-    """The same network, of pixels instead of normalised inputs, has these radii itself."""
+    """If the normalisation is folded into the network, so that it takes pixels, it has these radii itself."""
     setting = regions.settings_of("quick", epochs=1, units=8, layers=1, strengths=(0.5,), hinges=(1.0,))
     samples = regions.load(setting, None).first(64)
     record = regions._network(setting, samples, None, 3, tmp_path, torch.device("cpu"))

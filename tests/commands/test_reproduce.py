@@ -267,7 +267,7 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
 
 
 def content(folder):
-    """Return what the pages of a reproduction say, and the weights of all networks, by path below the folder."""
+    """Return the content of a reproduction's pages, and the weights of all networks, by path below the folder."""
     pages = {p.relative_to(folder): json.loads(p.read_text()) for p in folder.rglob("reproduce.json")}
     return pages | {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
 

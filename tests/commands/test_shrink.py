@@ -34,7 +34,7 @@ def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch
         in capsys.readouterr().err
     )
     record = json.loads(Path("cut/shrink.json").read_text())
-    for option in ("round_to", "distillation", "temperature"):  # as a version wrote it that had no such options
+    for option in ("round_to", "distillation", "temperature"):  # an earlier version had none of these options
         del record["shrinking"][option]
     Path("cut/shrink.json").write_text(json.dumps(record))
     assert main([*line, "--out", "cut", "--resume"]) == 0

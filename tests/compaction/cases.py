@@ -17,7 +17,7 @@ NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.6, inputs: float = 0.1) -> nn.Module:
-    """Zero random kernels, outer rings and input channels; give normalisations random statistics and shifts."""
+    """Zero random filters, outer rings and input channels; give normalisations random statistics and shifts."""
     generator = torch.Generator().manual_seed(seed)
 
     def chance(count: int, probability: float) -> Tensor:

@@ -27,7 +27,7 @@ class Residual(nn.Module):
 
 
 class Cropping(nn.Module):
-    """Network whose kernels are bucketed by size, each bucket with its own pads, some of them negative."""
+    """Network whose filters are bucketed by size, each bucket with its own pads, some of them negative."""
 
     def __init__(self) -> None:
         super().__init__()

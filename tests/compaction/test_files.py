@@ -275,7 +275,7 @@ def test_files_of_two_saves_do_not_load_together(tmp_path):
 
 
 def save_and_die(source, folder, count):
-    """Save a network anew; end the process instead of changing files more than so many times."""
+    """Save a network anew; end the process instead of changing files more than ``count`` times."""
     model, left = sparsity.load(source), iter(range(count))
 
     def dying(function):

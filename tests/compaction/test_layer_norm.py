@@ -91,7 +91,7 @@ def network(block: Any, width: int = 8) -> nn.Module:
 
 
 def halved(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Zero half of the kernels of each layer, but not their biases; return the model in float64."""
+    """Zero half of the filters of each layer, but not their biases; return the model in float64."""
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_channels_and_features_inside_the_blocks_of_convnext_go(block: Any, seed
             assert left == 1 / 2
         elif any(name in layer.name for name in ("block.3", "first")):
             width = layer.channels_before
-            assert left == (width / 2 + 2) / width / 2  # half of the kernels; two features beside the channels
+            assert left == (width / 2 + 2) / width / 2  # half of the filters; two features beside the channels
         else:
             assert left == 1
     sparsity.save(smaller, tmp_path / "saved")
@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 def struck(model: Block, dead: int) -> Block:
-    """Zero the first ``dead`` kernels of the depthwise convolution; return the model."""
+    """Zero the first ``dead`` filters of the depthwise convolution; return the model."""
     with torch.no_grad():
         model.depthwise.weight[:dead] = 0
     return model

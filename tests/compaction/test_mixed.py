@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the comp
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute every layer that can be by mixed_conv2d, and time the last network as fastest."""
+    """Compute every layer with mixed_conv2d if that is possible, and let timing find the last network fastest."""
     torchs = cost._fastest_of_torch
 
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:

@@ -28,8 +28,8 @@ constexpr int warpSize = 32;
 namespace cuda_on_cpu {
 
 constexpr int kNone = -1;
-// How often on average, where there are several resident blocks, the running one goes on before another does: at
-// barriers and collectives, where all threads of a block pass, and at atomic operations.
+// With several resident blocks, the running one continues this many times on average before another one does: at
+// barriers and collectives, which all threads of a block pass, and at atomic operations.
 constexpr uint64_t kStayAtMeetings = 16, kStayAtAtomics = 2;
 constexpr uint64_t kPoison = ~uint64_t{0};
 

@@ -1,7 +1,7 @@
 // The CUDA optimizer step against the CPU's, both on the CPU, on random calls: argument 1 is the first seed, 2 the
-// number of calls. They are the same bit by bit but for parameters that a penalty shrinks, which the order of sums
-// decides the last bits of; zeros are the same there. Every tensor has memory of exactly its own, so that a sanitizer
-// sees what lies beside it. Prints a number made of all bits of the results, which must be the same in every order of
+// number of calls. They are the same bit by bit but for parameters that a penalty shrinks, whose last bits depend on
+// the order of sums; zeros are the same there. Every tensor has its own memory of exactly its size, so that a sanitizer
+// sees accesses beside it. Prints a number made of all bits of the results, which must be the same in every order of
 // blocks and threads.
 #include <algorithm>
 #include <cmath>
@@ -321,8 +321,8 @@ class Digest {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-// Whether two parameters are as near as sums in another order let them be, and zero in the same places. The sums are of
-// doubles whatever the type: of n terms they are wrong by n half units in the last place at most.
+// Returns whether two parameters are as near as sums in another order allow, and zero in the same places. Sums are in
+// double for every type: a sum of n terms is wrong by at most n half units in the last place.
 bool near(const Storage& a, const Storage& b, DType dtype) {
   const double spacing = dtype == DType::f16 ? 0x1p-10 : dtype == DType::bf16 ? 0x1p-7 : 0;
   const int64_t step = element_size(dtype);

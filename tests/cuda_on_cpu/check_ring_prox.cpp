@@ -1,6 +1,6 @@
 // The CUDA norms and prox of rings against the CPU's, both on the CPU, on random calls: argument 1 is the first seed, 2
-// the number of calls. Every tensor has memory of exactly its own, so that a sanitizer sees what lies beside it. Prints
-// a number made of all bits of the results, which must be the same in every order of blocks and threads.
+// the number of calls. Every tensor has its own memory of exactly its size, so that a sanitizer sees accesses beside
+// it. Prints a number made of all bits of the results, which must be the same in every order of blocks and threads.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -53,7 +53,7 @@ void set(DType dtype, void* at, double value) {
 // A tensor [filters, channels, taps], from a random element on behind a 16-byte boundary, with nothing behind it.
 class Tensor {
  public:
-  // One that lies as `like` does, or flat in either order of dimensions, or in any order and with gaps.
+  // Makes a tensor with the layout of `like`; if null, a flat one with dimensions in either order, or one with gaps.
   Tensor(Random& random, DType dtype, int64_t filters, const Shape& shape, const Tensor* like) : dtype_(dtype) {
     const int64_t sizes[] = {filters, shape.channels, shape.taps};
     int order[] = {shape.channels_fastest ? 1 : 2, shape.channels_fastest ? 2 : 1, 0};
@@ -97,7 +97,7 @@ struct Case {
   Shape shape;
   DType dtype, metric_dtype;
   bool has_metric, has_squared, linf, rows;
-  double size;  // of the weights
+  double size;  // magnitude of the weights
 };
 
 Case random_case(Random& random) {
@@ -124,7 +124,7 @@ Case random_case(Random& random) {
 
 double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
-// As thresholds are: of the size of the groups' norms, with zeros.
+// Returns random thresholds that are as large as the groups' norms, or zero.
 std::vector<double> thresholds(Random& random, const Case& c, double share) {
   std::vector<double> values;
   const double norm = c.size * (c.linf ? static_cast<double>(c.shape.numel()) : std::sqrt(c.shape.numel()));

@@ -26,14 +26,14 @@
 #include <cstdlib>
 #include <type_traits>
 
-// After CUDA's headers, which define most of these as nothing for other compilers.
+// These definitions must follow CUDA's headers, which define most of the names as nothing for other compilers.
 #undef __shared__
 #undef __launch_bounds__
 #if defined(__SANITIZE_ADDRESS__)
 #define __shared__ static __attribute__((used))
 #else
-// Thread-local variables are the one kind that lies together, templates' too, and can be found at run time. `used`:
-// they are written behind the compiler's back.
+// Only thread-local variables, including those of templates, are contiguous in memory and can be found at run time.
+// `used` keeps them although the compiler sees no one write to them.
 #define __shared__ static thread_local __attribute__((used))
 #endif
 #define __launch_bounds__(...)

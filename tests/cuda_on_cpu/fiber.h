@@ -14,7 +14,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// Before a jump, AddressSanitizer would forget all it knows of the stack.
+// Such a function is not instrumented: before a jump, AddressSanitizer would forget all it knows of the stack.
 #define UNSANITIZED __attribute__((noinline, no_sanitize("address")))
 
 namespace cuda_on_cpu {
@@ -83,12 +83,12 @@ class Fiber {
     fail("setcontext failed");
   }
 
-  static constexpr size_t kStack = size_t{512} << 10;  // arguments of a kernel alone may take 32 KB
+  static constexpr size_t kStack = size_t{512} << 10;  // the arguments of a kernel may already take 32 KB
   static inline Fiber *left_ = nullptr, *arriving_ = nullptr;
 
   bool begun_ = false;
-  ucontext_t context_ = {};  // of the beginning
-  void* place_[5] = {};      // where it was left
+  ucontext_t context_ = {};  // context in which the fiber begins
+  void* place_[5] = {};      // place where the fiber was left
   void* memory_ = nullptr;
   size_t mapped_ = 0;
   const void* bottom_ = nullptr;

@@ -8,7 +8,7 @@ __global__ void shares(float* x) {
   x[threadIdx.x] = s[511 - threadIdx.x];
 }
 
-// Indexed at run time: it cannot lie in registers.
+// The array is indexed at run time, so that it cannot be in registers.
 __global__ void stacks(float* x, const int* at, int count) {
   float values[64];
   for (int i = 0; i < 64; ++i) values[i] = x[i];

@@ -19,7 +19,7 @@
 #include "devices.h"
 #include "intrinsics.h"
 
-// As in common/launch.h.
+// These macros have the contracts of those in common/launch.h.
 #define LOCO_LAUNCH(kernel, blocks, threads, ...) LOCO_LAUNCH_SHARED(kernel, blocks, threads, 0, __VA_ARGS__)
 #define LOCO_LAUNCH_SHARED(kernel, blocks, threads, bytes, ...) \
   ::cuda_on_cpu::launch(#kernel, kernel, blocks, threads, bytes, __VA_ARGS__)
@@ -62,7 +62,7 @@ struct SharedVariables {
     if (size > 0) std::memset(begin, 0xff, size);
   }
 
-  // At least what the last block has written to. Long stretches are mostly untouched.
+  // Returns at least the number of bytes that the last block has written to. Long stretches are mostly untouched.
   int64_t used() const {
     static const std::vector<unsigned char> untouched(256, 0xff);
     int64_t bytes = 0;
@@ -130,7 +130,7 @@ class SharedMemoryOfGrid : public SharedMemory {
   SharedMemoryOfGrid(const char* kernel, size_t bytes, int residents)
       : kernel_(kernel), bytes_(bytes), variables_(shared_variables()) {
     for (int i = 0; i < residents; ++i) {
-      residents_.push_back({std::make_unique<unsigned char[]>(bytes), {}});  // a sanitizer sees what lies beside it
+      residents_.push_back({std::make_unique<unsigned char[]>(bytes), {}});  // a sanitizer sees accesses beside it
     }
   }
 

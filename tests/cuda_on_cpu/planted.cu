@@ -19,7 +19,7 @@ namespace {
 template <Fault fault, class T = float>
 bool sums() {
   const int blocks = 3;
-  // On the heap, at its exact size: AddressSanitizer sees the first element too many.
+  // The input is on the heap at its exact size, so that AddressSanitizer reports a read of one element too many.
   const int64_t count = 5000;
   const auto in = std::make_unique<T[]>(count);
   std::vector<T> out(blocks);
@@ -279,7 +279,7 @@ const Case kCases[] = {
 
 }  // namespace
 
-// Whether the case gave the right result.
+// Returns whether the case gave the right result.
 extern "C" __attribute__((visibility("default"))) int planted(const char* name) {
   for (const Case& c : kCases) {
     if (std::strcmp(c.name, name) != 0) continue;

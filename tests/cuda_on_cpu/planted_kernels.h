@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads) block_sum(const T* in, int64_t count
   if (lane == 0) out[blockIdx.x] = sum;
 }
 
-// In 16-byte accesses between the first and the last boundary; from and to lie equally far from one.
+// Copies bytes with 16-byte accesses between the first and the last 16-byte boundary. `from` and `to` must be equally
+// far from such a boundary.
 template <Fault fault>
 __global__ void copy_bytes(const unsigned char* from, unsigned char* to, int64_t count) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;

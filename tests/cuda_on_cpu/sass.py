@@ -61,7 +61,7 @@ class Kernel:
         ``places``: the loop, by default :meth:`loop`. ``counts``: whether an instruction counts.
         """
         places = self.loop() if places is None else places
-        left = {places[-1]: int(counts(self.instructions[places[-1]]))}  # from a place to the end of the loop
+        left = {places[-1]: int(counts(self.instructions[places[-1]]))}  # counts from a place to the end of the loop
         for i in reversed(places[:-1]):
             one, target = self.instructions[i], self.target(i)
             after, never = left.get(i + 1), None

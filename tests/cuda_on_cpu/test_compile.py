@@ -299,8 +299,9 @@ def prox_kernels(instructions_for_90):
     return instructions_for_90("optim_step/cuda_prox.cu")
 
 
-# For each type of arithmetic, the vectors of a step's operands, given by how many elements a loop takes at a time. One
-# kernel takes all dtypes, and bfloat16 with either rounding. The result of a prox is written by dtype and rounding.
+# PROX_VECTORS has, for each type of arithmetic, the number of elements that each loop over a step's operands takes at a
+# time. One kernel takes all dtypes, and bfloat16 with either rounding. PROX_RESULTS counts the ways to write the result
+# of a prox, which depend on dtype and rounding.
 PROX_VECTORS = {"double": [2], "float": [*[4] * 5, *[2] * 2]}
 PROX_RESULTS = {"double": 1, "float": 4}
 

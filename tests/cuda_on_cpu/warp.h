@@ -1,5 +1,5 @@
-// Barriers and warp collectives. A call's place in the source comes along unasked, for reports and to tell one barrier
-// from another.
+// Barriers and warp collectives. Default arguments pass the place of each call in the source, which reports show and
+// which tells one barrier from another.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,8 @@ inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_PLACE) {
 inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_PLACE) {
   return cuda_on_cpu::votes("__all_sync", mask, predicate == 0, file, line) == 0;
 }
-// Nothing promises that lanes run together, so that this one alone is a right answer, and the one to be ready for.
+// CUDA does not promise that lanes run together, so that a mask of this lane only is a right answer, and kernels must
+// be ready for it.
 inline unsigned __activemask() { return 1u << cuda_on_cpu::grid().lane(); }
 
 template <class T>
@@ -75,7 +76,7 @@ T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, CUDA_ON_
   return cuda_on_cpu::shuffle("__shfl_sync", mask, value, source, file, line);
 }
 
-// A lane whose source lies outside its segment keeps its own value.
+// A lane whose source is outside its segment keeps its own value.
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize, CUDA_ON_CPU_PLACE) {
   const int lane = cuda_on_cpu::grid().lane(), source = lane - static_cast<int>(delta);

@@ -25,7 +25,7 @@ def digits(samples=200):
 
 @contextmanager
 def killed_after(epochs):
-    """End a run inside the ``with`` once it has saved so many epochs."""
+    """End a run inside the ``with`` once it has saved this number of epochs."""
 
     class Killed(Exception):
         pass

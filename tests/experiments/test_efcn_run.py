@@ -271,7 +271,7 @@ def test_pictures_are_weights_of_the_first_layer(finished):
         kernel = make_model(settings().training, digits(SAMPLES))[0].weight[0, 0]
         if branch["switch_time"] == 0:
             picture = torch.tensor(branch["filters"]["0"])
-            # With padding 1, the first output pixel whose taps all lie in the image is (1, 1).
+            # With padding 1, the first output pixel whose taps are all in the image is (1, 1).
             torch.testing.assert_close(picture[:3, :3], kernel, rtol=1e-6, atol=0)
             assert picture.count_nonzero() == 9
         dense = end.to_dense().weight

@@ -15,7 +15,7 @@ class Traced(nn.Module):
 
 
 def calls(graph: fx.Graph) -> list[tuple[str, object, list[str]]]:
-    """Return what the nodes of a graph do, and what they read."""
+    """Return the operation, target and inputs of each node of a graph."""
     return [(node.op, node.target, [source.name for source in node.all_input_nodes]) for node in graph.nodes]
 
 

@@ -118,7 +118,7 @@ def test_ordinary_decay_is_exactly_ones(kernel_size):
 
 
 def test_pair_at_the_midpoint_of_even_kernels():
-    """No tap lies at distance 0, so gamma applies to none; taps up to distance 1 have g = 1."""
+    """No tap is at distance 0, so gamma applies to none; taps up to distance 1 have g = 1."""
     assert decay_map((2, 2), (9.0, 5.0), center="midpoint").tolist() == [[1, 1], [1, 1]]
     assert decay_map(4, (9.0, 3.0), center="midpoint").tolist() == [1.5, 0.5, 0.5, 1.5]
 

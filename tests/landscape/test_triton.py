@@ -56,7 +56,7 @@ def test_the_kernels_compute_what_the_reference_does(interpreter_process, name):
             assert_within_ulps(actual, right, ULPS_OF_SUMS, scale=right.abs().max())
 
 
-# Most registers of a thread and bytes of its stack. The map is computed by one program alone, which may spill a little.
+# Most registers of a thread and bytes of its stack. The map is computed by a single program, which may spill a little.
 BUDGET = {"sums_kernel": (96, 0), "map_kernel": (255, 128), "backward_kernel": (64, 0)}
 COMPILED = {
     "target": (torch.float32, 3, True),

@@ -72,7 +72,7 @@ def make_training(name, **options):
 
 
 def train(model, optimizer, steps, keep=None):
-    """Make steps whose images depend on the step number alone; ``keep`` masks the gradient of the layer's blocks."""
+    """Make steps whose images depend only on the step number; ``keep`` masks the gradient of the layer's blocks."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(4, 2, 6, 5, generator=generator, dtype=torch.float64)

@@ -35,7 +35,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "foreach": {"fused": False, "foreach": True, "differentiable": False},
     "differentiable": {"fused": False, "foreach": False, "differentiable": True},
 }
-KERNELS = ("default", "fused")  # these alone run kernels
+KERNELS = ("default", "fused")  # only these run kernels
 # The kernels that serve each implementation: the CPU's, or the GPU's compiled for the CPU.
 LIBRARIES = dict.fromkeys(IMPLEMENTATIONS, "cpu") | {"fused": "cuda_on_cpu"}
 # The input of each optimizer that takes every branch of the optimizer's Python code.
@@ -88,7 +88,7 @@ def cases(*implementations: str, every: Sequence[str] | None = None, **unsuited:
 
     Without implementations, kernels step every input, the CPU's with one flag and the GPU's with the other, and each
     other implementation steps the optimizer's input in RICHEST. The implementations that are given step every input.
-    With ``every``, these alone do; with none, each implementation steps the input in RICHEST alone.
+    With ``every``, only these do; if it is empty, each implementation steps only the input in RICHEST.
     """
     every = (implementations or KERNELS) if every is None else every
     parameters = []

@@ -50,7 +50,7 @@ def torch_loop(name, groups, **options):
 
 
 def train(optimizer, steps, start=0):
-    """Make steps with gradients that depend on the number of the step alone."""
+    """Make steps with gradients that depend only on the number of the step."""
     for step in range(start, start + steps):
         set_gradients(params_of(optimizer), step)
         optimizer.step()

@@ -108,7 +108,7 @@ def test_matches_the_forloop(case):
 
 @cases(*KERNELS)
 def test_kernels_match_the_forloop(case):
-    """In float32; tests of the operators compare kernels with the reference bit for bit, in every dtype."""
+    """Test float32 only: tests of the operators compare kernels with the reference bit for bit in all dtypes."""
     assert_matches_the_forloop(case, torch.float32)
 
 

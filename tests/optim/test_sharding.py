@@ -39,7 +39,7 @@ STEPS = 4
 
 @pytest.fixture
 def world():
-    """Create a process group of this process alone and yield its mesh."""
+    """Create a process group with only this process and yield its mesh."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

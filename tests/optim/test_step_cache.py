@@ -108,7 +108,7 @@ def transposed_states(model, optimizer):
 
 
 def states_of_other_memory(model, optimizer):
-    """As where states are moved to another device and back: the tensors stay, their memory does not."""
+    """Give the states new memory in the same tensors, as moving them to another device and back does."""
     optimizer.old_memory = []  # it stays allocated, so that writing to it goes unpunished
     for states in optimizer.state.values():
         for value in states.values():
@@ -117,7 +117,7 @@ def states_of_other_memory(model, optimizer):
 
 
 def states_of_half_the_width(model, optimizer):
-    """A state in the same memory, of the same shape and strides, in bfloat16."""
+    """Make the states bfloat16 in the same memory, with the same shapes and strides."""
     for name, value in optimizer.state.get(first(optimizer), {}).items():
         if name != "step":
             value.view(torch.int32).bitwise_and_(0x3FFF3FFF)
@@ -553,8 +553,8 @@ def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch)
 @pytest.mark.parametrize("native", LIBRARIES, indirect=True)
 @pytest.mark.usefixtures("native")
 def test_a_learning_rate_that_one_call_refuses_keeps_the_others_from_stepping(monkeypatch):
-    """As where that of the second group becomes a tensor of integers on the GPU."""
-    rates = {0.9: torch.tensor(0.1), 0.0: torch.tensor(0.1)}  # by momentum
+    """The second group's learning rate becomes a tensor of integers, as it may on a GPU."""
+    rates = {0.9: torch.tensor(0.1), 0.0: torch.tensor(0.1)}  # learning rate for each momentum
     monkeypatch.setattr("loco_ext.optim.base.device_lr", lambda group, device: rates[group["momentum"]])
     (_, optimizer), _ = two_that_have_stepped("SGD of two rules")
     before = [p.detach().clone() for p in params_of(optimizer)]

@@ -127,7 +127,7 @@ def make_case(
     rule: str,
     shapes: Sequence[tuple[int, ...]],
     *,
-    dtypes: Sequence[torch.dtype] = (torch.float32,) * 3,  # of params, grads, states
+    dtypes: Sequence[torch.dtype] = (torch.float32,) * 3,  # dtypes of params, grads, states
     hyper: Sequence[float] | None = None,
     states: int = 1,  # SGD: 0 or 1 buffers; Adam: 2 or 3
     step: int = 3,  # Adam: steps made so far

@@ -102,7 +102,10 @@ class CountOperations(TorchDispatchMode):
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.usefixtures("cuda_on_cpu")
 def test_layers_whose_filters_shrink_together_take_few_launches(compiled, name, norm):
-    """A layer's table, its prox, and torch's operations for Adam's metric; the step is one more launch for all."""
+    """Each layer takes a launch for its table, one for its prox, and torch's operations for Adam's metric.
+
+    The step itself is one more launch for all layers together.
+    """
     library, counts = operators.library(compiled), []
     for layers in (1, 3):
         params = [nn.Parameter(torch.randn(6, 5, 3, 3)) for _ in range(layers)]

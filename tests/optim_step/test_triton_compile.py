@@ -145,7 +145,7 @@ def test_kernels_compile_for_amd(variant):
     text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
     assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
     assert count(r"(?:global|buffer)_store_dwordx4", text) > 0
-    if rule == "sgd":  # in other rules, quotients and roots use multiply-adds, too
+    if rule == "sgd":  # other rules also use multiply-adds for quotients and roots
         multiply_adds = count(r"\bv_(?:pk_)?(?:fma|fmac|fma_mix|mad|mac)_f(?:32|64)", text) + count(
             r"\bv_pk_fma_f32", text
         )

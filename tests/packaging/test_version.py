@@ -14,7 +14,7 @@ def git(folder, *words):
 
 
 def commit_of(file):
-    """Return what a copy of the module in another folder returns."""
+    """Return the commit according to a copy of the module in another folder."""
     spec = util.spec_from_file_location("copied_version", file)
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -112,12 +112,12 @@ def problem():
     ],
 )
 def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, name):
-    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded kernels z, so the minimum is a prox."""
+    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded filters z, so the minimum is a prox."""
     conv, norm = problem.student()
     kind, options = CASES[case]
     problem.train(conv, norm, make_optimizer(kind, conv, norm, INNER[name], **options), 400)
     expected, found = INNER[name].prox(problem.teacher, 1.0), folded(conv, norm)
-    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other kernels are slow, or stay where gamma has become zero
+    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other filters are slow, or stay where gamma has become zero
     assert (found - expected)[strong].abs().max() < STATIONARY
     assert torch.equal(found[strong] == 0, expected[strong] == 0)
     if name in ("rings", "kernels"):
@@ -165,7 +165,7 @@ def test_a_kernel_that_the_loss_asks_for_comes_back(problem):
 
 @pytest.mark.parametrize("name", INNER)
 def test_values_are_those_of_the_folded_kernels(name):
-    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``, on which alone the network's output depends."""
+    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``; the network's output depends only on this."""
     (conv, norm), inner = make_layers(), INNER[name]
     sigma = (norm.running_var + norm.eps).sqrt()
     rms = sigma / conv.weight.detach().flatten(1).norm(dim=1)

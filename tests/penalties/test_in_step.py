@@ -124,7 +124,7 @@ def test_random_rounding_is_of_what_the_prox_leaves():
 
 
 def test_small_shrinkage_of_half_precision_is_rounded_once():
-    """In bfloat16, a prox applied after the step was rounded would lose a small shrinkage, or that of the step."""
+    """A prox that follows the rounding of the step to bfloat16 would lose a small shrinkage, or that of the step."""
     params = make_params(torch.bfloat16, shapes=[(2, 4, 3, 3)])
     exact = [nn.Parameter(p.detach().float()) for p in params]
     set_gradients(params, 0)

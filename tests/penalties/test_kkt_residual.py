@@ -21,7 +21,7 @@ ALL_RINGS = [
     Rings((3, 1, 5), "full", "auto"),
     Rings((2, 4, 3), "half", "auto"),
 ]
-SLOW_REFERENCE = ("squared", "both")  # in a metric or the norm linf, they nest two searches
+SLOW_REFERENCE = ("squared", "both")  # these nest two searches in a metric or with the norm linf
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 
@@ -98,7 +98,7 @@ def test_shrinking_group_by_group_is_not_optimal_in_a_metric():
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_residual_is_the_distance_over_the_size(norm):
-    """Without a penalty it is the weights' relative distance; for zeros, the share beyond the thresholds."""
+    """Without a penalty, it is the weights' relative distance; for zeros, it is the share beyond the thresholds."""
     weight = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])
     moved = weight + torch.tensor([[[0.3, 0.4]], [[0.0, 0.0]]])
     residual = sparsity.kkt_residual(weight, moved, [0.0, 0.0], norm=norm)

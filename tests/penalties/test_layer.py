@@ -1,4 +1,4 @@
-"""Tests of penalties on whole layers: squared penalties, which couple a layer's kernels, and functions as penalties."""
+"""Tests of penalties on whole layers: squared penalties, which couple a layer's filters, and functions as penalties."""
 
 import itertools
 
@@ -100,7 +100,7 @@ def test_any_layout_gives_the_same(layout):
 
 @pytest.mark.usefixtures("native")
 def test_what_follows_the_step_and_what_ends_it_may_mix():
-    """On a GPU's kernels, too."""
+    """The kernels for GPUs are tested, too."""
     rings = ops.StepPenalty([0] * 9, torch.full((1,), 0.5, dtype=torch.float64))
     halves = ops.LayerPenalty(lambda weight, step, metric: weight * step / 2)
     hyper = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_what_follows_the_step_and_what_ends_it_may_mix():
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
 @pytest.mark.usefixtures("native")
 def test_penalties_of_all_kinds_may_mix(kind):
-    """On a GPU's kernels, too."""
+    """The kernels for GPUs are tested, too."""
     params, expected = make_params(torch.float64), make_params(torch.float64)
     train(make(kind, params, PENALTIES["mixed"]()), 2)
     with loco_ext.backend("reference"):

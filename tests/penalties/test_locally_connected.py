@@ -134,7 +134,7 @@ def test_default_devices_change_nothing(name):
 
 
 def boxes(layer):
-    """Return how many pixels each block lies outside of the kernel's box, along its farthest axis; odd kernels only.
+    """Return how many pixels each block is outside of the kernel's box, along its farthest axis; odd kernels only.
 
     Blocks inside of the box have negative values, -100 for an axis without an offset.
     """
@@ -158,7 +158,7 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
             continue
         tested += 1
         outside_in = -boxes(layer)
-        _, rings = outside_in.unique(return_inverse=True)  # of the pattern; rings that a unit lacks count twice
+        _, rings = outside_in.unique(return_inverse=True)  # the pattern's rings; rings that a unit lacks count twice
         count = int(rings.max()) + 1
         step = 0.3 * layer.weight.detach().abs().max().item()
         result = sparsity.RingPenalty(1.0, kind="full").prox(layer.weight, step)
@@ -240,7 +240,7 @@ def test_steps_of_adam_end_with_the_prox_in_their_metric(name):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_a_grown_layer_shrinks_back_to_its_convolution(name):
-    """The target needs the kernel's pixels alone; the other blocks start as noise."""
+    """The target needs only the kernel's pixels; the other blocks start as noise."""
     torch.manual_seed(0)
     conv = nn.Conv1d(2, 2, 3, padding=1, dtype=torch.float64)
     layer = LocallyConnected1d.from_conv(conv, 8).grow(2)

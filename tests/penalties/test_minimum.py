@@ -28,9 +28,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def problem() -> tuple[Tensor, Tensor]:
-    """Return inputs ``[samples, weights of a kernel]`` of different sizes, and answers ``[samples, kernels]``.
+    """Return inputs ``[samples, weights of a filter]`` of different sizes, and answers ``[samples, filters]``.
 
-    The answers depend less on a kernel's outer weights.
+    The answers depend less on a filter's outer weights.
     """
     generator = torch.Generator().manual_seed(3)
     width = CHANNELS * SIZE * SIZE

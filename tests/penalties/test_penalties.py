@@ -133,7 +133,7 @@ def test_the_prox_is_lower_than_all_around_it(options, with_metric):
 @pytest.mark.parametrize("with_metric", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, with_metric):
-    """Eq. 32 couples the kernels of a layer: CVXPY solves for all of them at once."""
+    """Eq. 32 couples the filters of a layer: CVXPY solves for all of them at once."""
     weight = torch.randn(5, 2, 2, 2, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]).view(5, 1, 1, 1)
     metric = torch.rand_like(weight) + 0.5 if with_metric else None
     u = weight.flatten(1).numpy()
@@ -150,7 +150,7 @@ def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, wi
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_squared_kernel_penalties_shrink_by_the_threshold_that_stands_for_itself(norm):
-    """Whichever kernels remain (eq. 32), one threshold ``t = 2 s w * sum of w ||x||`` applies to all of them."""
+    """Whichever filters remain (eq. 32), one threshold ``t = 2 s w * sum of w ||x||`` applies to all of them."""
     weight = torch.randn(6, 2, 3, dtype=torch.float64) * torch.logspace(-1, 1, 6).view(6, 1, 1)
     for strength in (1e-9, 1e-3, 0.1, 10.0, 1e4, 1e8):
         penalty = KernelPenalty(strength, "normalized", norm, power=2)

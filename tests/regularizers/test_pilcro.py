@@ -12,7 +12,7 @@ from loco_ext.regularizers import PILCRO, data_smoothness
 from loco_ext.regularizers.tangent import TangentRoute
 from tests.regularizers.networks import CLASSES, NETWORKS, SIZE, images, make
 
-NEAR = 1e-9  # of the largest number in the gradient, in float64
+NEAR = 1e-9  # tolerance in units of the gradient's largest number, in float64
 
 
 def gradient(pilcro: PILCRO, model: nn.Module, x: Tensor) -> Tensor:

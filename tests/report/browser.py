@@ -14,7 +14,7 @@ from PySide6.QtWebEngineCore import QWebEnginePage
 from PySide6.QtWebEngineWidgets import QWebEngineView
 from PySide6.QtWidgets import QApplication
 
-HEIGHT, TALLEST = 844, 16_000  # of the window, and of a picture, in pixels
+HEIGHT, TALLEST = 844, 16_000  # heights of the window and of the tallest picture, in pixels
 WAIT = 8000  # milliseconds until a picture is taken of a window that has grown
 # Details are opened so that their tables count.
 MEASURE = """

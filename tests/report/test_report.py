@@ -23,7 +23,7 @@ from loco_ext.version import commit
 DIGITS = "--dataset digits --epochs 1"
 TRAIN = f"train --model small {DIGITS} --preset quick --epochs 2 --batch-size 400 --lr 0.05"
 PLAIN8 = f"--model plain8 --width 0.25 {DIGITS} --samples 50 --batch-size 25"
-NAME = '<b>&"rings" $x$'  # of a folder
+NAME = '<b>&"rings" $x$'  # name of a folder
 RUNS = {
     "seed0": TRAIN,
     "seed1": f"{TRAIN} --seed 1",
@@ -96,7 +96,7 @@ class Page(HTMLParser):
 def page(runs):
     out = runs.parent / "new" / "report.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(content, "DOTS", 40)  # which takes half of the time
+        patch.setattr(content, "DOTS", 40)  # takes half of the time
         assert main(["report", str(runs), "--out", str(out), "--quiet"]) == 0
     return Page(out)
 

@@ -69,10 +69,10 @@ def test_huge_thresholds_leave_nothing_or_with_squares_almost_nothing(mode, dtyp
 @pytest.mark.parametrize("strength", [1e-12, 1e-6, 1e3, 1e6])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_squares_of_any_strength_are_balanced(norm, strength, backend):
-    """The root may lie anywhere in the search interval.
+    """The root may be anywhere in the search interval.
 
     Where squares are strong, x is about 1/q^2 of the weights, so the weights' rounding error moves the penalty, which
-    depends on x alone, by q^2 times as much.
+    depends only on x, by q^2 times as much.
     """
     case = case_of({"norm": norm, "power": "squared"})
     case = replace(case, squared=case.squared * strength)

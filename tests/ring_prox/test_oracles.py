@@ -82,7 +82,7 @@ CVXPY_RINGS = [Rings((3, 3), "half", "top_left"), Rings((2, 2), "half", "auto"),
 
 @pytest.mark.parametrize(("power", "rings"), covering(POWERS, CVXPY_RINGS, strength=1, sweep=True), ids=str)
 def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(power, rings):
-    """24 tests of 9 kernels check 216 kernels."""
+    """24 tests of 9 filters each check 216 filters."""
     case = make_case(rings, 9, 2, seed=1, **POWERS[power])
     assert_near_by_kernel(case.prox(), by_cvxpy(case), case.weight, BY_INTERIOR_POINTS)
 

@@ -34,7 +34,7 @@ SIZES = {
 
 
 def assert_near(actual: Tensor, expected: Tensor, weight: Tensor) -> None:
-    """Assert that results agree to some ulp of each kernel's largest weight and are 0 in the same places."""
+    """Assert that results agree to some ulp of each filter's largest weight and are 0 in the same places."""
     assert actual.dtype == expected.dtype == weight.dtype
     assert actual.shape == weight.shape
     scale = largest_of_kernels(weight).expand_as(weight)

@@ -111,7 +111,7 @@ def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(com
         assert count(r"sqrt\.rn\.f64", text) > 0 or options["FORM"].linf
         assert count(r"div\.rn\.f64", text) > 0
         used = resources(kernel.asm["cubin"])
-        assert used["REG"] <= 128  # so that two programs of 256 threads fit
+        assert used["REG"] <= 128  # then two programs of 256 threads fit
         assert used["STACK"] <= 32
 
 

@@ -16,7 +16,7 @@ EXPONENTS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}
 
 
 def lengths(weight, norm="l2"):
-    """Return the norm of each kernel, or of each kernel's masked group."""
+    """Return the norm of each filter, or of each filter's masked group."""
     flat = weight.flatten(1)
     return flat.abs().amax(1) if norm == "linf" else flat.norm(dim=1)
 

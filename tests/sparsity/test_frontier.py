@@ -91,7 +91,7 @@ def live(point):
 def test_the_largest_strength_leaves_nothing_and_a_little_less_something(penalty):
     task = Regression()
     (alpha_max,) = sparsity.max_strength(task.model, task.loss, penalty).values()
-    # At zero the gradient is that of the squares alone, computed here.
+    # At zero, the gradient is only that of the squares, which is computed here.
     weight = torch.zeros(3, 2, 3, 3, requires_grad=True)
     (nn.functional.conv2d(task.x, weight, padding=1) - task.y).square().mean().backward()
     assert alpha_max == pytest.approx(sparsity.dual_norm(penalty, weight.grad), rel=1e-6)

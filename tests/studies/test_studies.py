@@ -57,7 +57,7 @@ def test_the_page_has_the_committed_results():
 
 
 def test_pages_of_papers_are_copied_with_their_figures_and_shown(tmp_path):
-    """What was copied before goes with its figures; links of the section lead from the documentation's page to them."""
+    """A copy replaces the former one and its figures; the section's links are relative to the documentation's page."""
     made, kept, page = tmp_path / "cpu" / "pilcro", tmp_path / "studies" / "kept", tmp_path / "docs" / "papers.md"
     for name in ("a/first.png", "second.png"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)

@@ -44,9 +44,9 @@ def jpeg(images: Tensor, _: Draws, quality: float) -> Tensor:
 
 
 def _box(old: int, new: int) -> Tensor:
-    """Return the matrix [new, old] that averages the old pixels whose centres lie within each new pixel.
+    """Return the matrix [new, old] that averages the old pixels whose centres are within each new pixel.
 
-    A new pixel smaller than an old one takes the value of that which its centre lies in.
+    A new pixel smaller than an old one takes the value of the old pixel at its centre.
     """
     scale = old / new
     centres = (torch.arange(new, dtype=torch.float64) + 0.5) * scale

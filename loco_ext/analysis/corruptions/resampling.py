@@ -1,4 +1,4 @@
-"""Filters and resampling of images [N, C, H, W]; beyond the border lies its nearest pixel."""
+"""Filters and resampling of images [N, C, H, W], which continue beyond the border with its nearest pixel."""
 
 import math
 
@@ -34,7 +34,10 @@ def gaussian_blur(images: Tensor, sigma: float) -> Tensor:
 
 
 def displaced(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Return the values that lie so many pixels further down and right, bilinear; both broadcast with [N, H, W]."""
+    """Return each pixel's value from ``down`` pixels below and ``right`` pixels to the right of it, bilinearly.
+
+    Both displacements broadcast with ``[N, H, W]``.
+    """
     count, _, height, width = images.shape
     rows = torch.arange(height, device=images.device)[:, None] + down
     columns = torch.arange(width, device=images.device) + right

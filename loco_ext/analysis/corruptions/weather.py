@@ -9,7 +9,7 @@ from torch.nn.functional import interpolate
 from loco_ext.analysis.corruptions.draws import Draws
 from loco_ext.analysis.corruptions.resampling import streak, unit, zoom
 
-LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue (ITU-R BT.601)
 FROST_ROUGHNESS = 1.5
 
 

@@ -15,7 +15,7 @@ from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, load_weights
 
 SHOWN = 4  # maps and filters of each layer
-SEED = 0  # of the choice of maps and filters
+SEED = 0  # seed of the choice of maps and filters
 # The paper's figure 3 without its first row, of which one value is missing in the text.
 MAP = (
     (0, 0, 1, 0, 0, 1, 2, 2, 1, 0, 2, 3, 1, 1, 1, 0),

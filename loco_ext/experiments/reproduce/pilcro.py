@@ -30,7 +30,7 @@ class Scale(NamedTuple):
 
 
 def _measured(images: int) -> tuple[str, ...]:
-    """Return options that measure on so many images, and on fewer where that takes long."""
+    """Return the options that measure on this many images, or on fewer where a measurement takes long."""
     names = {"landscape": images, "corrupted": images // 4, "ablated": images // 10, "baseline": max(2, images // 50)}
     few = [word for name, count in names.items() for word in (f"--{name}-images", str(count))]
     inputs = max(4, images // 20)  # with fewer than two there is no correlation

@@ -187,7 +187,7 @@ def _points(points: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]) 
 
 
 def _eq34(plan: Plan) -> Table:
-    """Return what the penalty of eq. 34 leaves."""
+    """Return the table of the network that the penalty of eq. 34 leaves."""
     _, compaction = _complexity(plan)
     columns = {"network": "", "alpha": ".2g", "MACs": ".1%", "error": ".2f"}
     rows: list[list[Any]] = []

@@ -6,9 +6,9 @@ Minimise, over the size of every filter,
 
 where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs
 its taps in all layers that read it, and channels that are kept or removed together are one class: all filters that
-write it stay or go with it. Given all other layers, each class of a layer decides alone, and exactly; layers take turns
-while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole would
-lose more than its share.
+write it stay or go with it. Given all other layers, each class of a layer decides by itself, and exactly; layers take
+turns while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole
+would lose more than its share.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Change = tuple[int, int, int]  # layer, filter, choice
 Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
-_FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
-_RAMP = 40  # prices on the way up or down to the wanted one
-_FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
-_LEAST_GAIN = 1e-9  # part of the importance lost that an exchange saves at least
+_FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
+_RISE = 1.25  # factor between one price and the next
+_RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
+_FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
+_LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
 _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
@@ -42,7 +43,7 @@ class Layer:
         taps: number of taps of each choice, ``[choices]``, falling to 0 for a filter that goes.
         lost: importance lost by each choice of each filter, ``[C_out, choices]``; infinite for one that is forbidden.
         writes: class of each filter's channel, ``[C_out]``.
-        reads: class of each input channel, ``[C_in]``; None if each filter reads one channel alone, its own.
+        reads: class of each input channel, ``[C_in]``; None if each filter reads only its own channel.
         least: number of filters that stay at least.
     """
 
@@ -124,7 +125,7 @@ class Problem:
         blocks = sorted(self._blocks, key=lambda block: last in block)
         stays, taps = self.stays(sizes), self._taps(sizes)
         for _ in range(most_rounds):
-            # Whether any block has changed: every block decides, so that the list must be complete.
+            # any() gets a list, because every block has to decide even after one has changed.
             if not any([self._decide(block, sizes, stays, taps, price) for block in blocks]):
                 break
         return sizes
@@ -139,7 +140,7 @@ class Problem:
         return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
 
     def value(self, sizes: Sizes, price: float) -> float:
-        """Return what is minimised."""
+        """Return the objective that is minimised: the importance lost plus price * cost."""
         return self.lost(sizes) + price * self.cost(sizes)
 
     def _flipped(self, sizes: Sizes, price: float) -> Sizes:
@@ -209,7 +210,7 @@ class Problem:
         return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
 
     def _prices_of_classes(self, taps: Floats) -> Floats:
-        """Return what each class costs beside the filters that write it: the taps that read it."""
+        """Return the cost of each class beside its filters' taps: its own, and that of the taps that read it."""
         return self.class_costs + (self._units * taps) @ self._reads
 
     def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, taps: Floats, price: float) -> bool:
@@ -290,9 +291,9 @@ class Problem:
         return sizes
 
     def _exchanged(self, sizes: Sizes, budget: float, price: float) -> Sizes:
-        """Return sizes that no exchange betters of as many channels as they are rounded to, one layer's for another's.
+        """Return sizes that no exchange of ``round_to`` channels between two layers improves.
 
-        At so few numbers of channels, layers that decide one by one pass over sizes that are better together.
+        With so few possible numbers of channels, layers that decide one by one miss sizes that are better together.
         """
         while self.round_to > 1 and (better := self._exchanged_once(sizes, budget, price)) is not None:
             sizes = self._filled(better, budget, price)
@@ -315,7 +316,10 @@ class Problem:
         return None
 
     def _fewer_channels(self, sizes: Sizes) -> list[list[Change]]:
-        """Return, for layers that share classes, the changes by which so many of the least important go."""
+        """Return, for each block of layers, the changes that remove the fewest classes that ``round_to`` allows.
+
+        The least important classes go.
+        """
         stays, found = self.stays(sizes), []
         for block in self._blocks:
             lost, written = np.zeros(len(self.fixed)), self._written(block)
@@ -330,7 +334,7 @@ class Problem:
         return found
 
     def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
-        """Return what may be added: rings to filters that are there, and channels."""
+        """Return the possible additions: rings of filters that are not removed, and channels."""
         stays, inputs = self.stays(sizes), self._inputs(self.stays(sizes))
         found: list[Addition] = []
         for i, layer in enumerate(self.layers):
@@ -341,7 +345,7 @@ class Problem:
         return found + [addition for additions in self._more_channels(sizes, price) for addition in additions]
 
     def _more_channels(self, sizes: Sizes, price: float) -> list[list[Addition]]:
-        """Return, for layers that share classes, what adds so many more of them, the most important first."""
+        """Return, for each block of layers, additions of ``round_to`` classes each, the most important first."""
         stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
         inputs = self._inputs(stays)
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
@@ -377,10 +381,13 @@ def _changed(sizes: Sizes, changes: list[Change]) -> Sizes:
 
 
 def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
-    """Return the additions of so many classes at a time: all that there are of one, or the best several of each first.
+    """Return additions of ``count`` classes at a time, the most important classes first.
+
+    If ``count`` is 1, all additions of each class are returned; otherwise only the best of each class is used.
 
     Args:
-        missing: the additions of each class.
+        missing: the additions of each class, the best first.
+        count: the number of classes.
     """
     if count == 1:
         return [addition for additions in missing for addition in additions]

@@ -271,7 +271,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
 
 
 def _by_the_first_process(find: Callable[[], Found]) -> Found:
-    """Return what the first of several processes finds, or raise its error, in all of them."""
+    """Return the first process's result in all processes, or raise its error in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return find()
     shared: list[Any] = [None, None]

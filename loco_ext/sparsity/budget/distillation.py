@@ -26,7 +26,7 @@ def distillation_loss(
         logits: of the network that trains, ``(N, classes)``, of any floating-point dtype.
         teacher_logits: those of the teacher for the same samples; no gradient flows into them.
         targets: classes, ``(N,)``, int64.
-        weight: in [0, 1]; 0 is the cross-entropy alone.
+        weight: in [0, 1]; 0 is only the cross-entropy.
         temperature: more than 0; high ones show the student how the teacher ranks the wrong classes.
 
     Returns:

@@ -24,7 +24,7 @@ def by_norm(structure: Structure) -> dict[str, Tensor]:
 
 
 def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
-    """Return what each choice loses if the function gives the importance of each ring of a layer's filters.
+    """Return the importance that each choice loses, given a function for the importance of a layer's rings.
 
     Raises:
         TypeError: its result is no tensor.
@@ -126,7 +126,7 @@ class Taylor:
             mine.copy_(sums[name]) if name in sums else mine.zero_()
 
     def lost(self) -> dict[str, Tensor]:
-        """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name, on any scale."""
+        """Return the importance that each choice of a filter loses, ``(C_out, choices)``, by layer, on any scale."""
         return {name: sums.cummax(1).values.sqrt() for name, sums in self._tables().items()}
 
     def _tables(self) -> dict[str, Tensor]:
@@ -212,5 +212,5 @@ def _squares(layer: PrunableLayer) -> Tensor:
 
 
 def _cumulated(of_rings: Tensor) -> Tensor:
-    """Return what each choice loses, given each ring's importance: rings are removed from the outside in."""
+    """Return the importance that each choice loses; rings are removed from the outside in."""
     return torch.nn.functional.pad(of_rings.double().cumsum(1), (1, 0))

@@ -66,7 +66,7 @@ class CostPenalty:
         self.wanted = wanted
 
     def state(self) -> tuple[float, float]:
-        """Return what :meth:`load` takes."""
+        """Return the state that :meth:`load` takes."""
         return self.strength, self.wanted
 
     def load(self, state: tuple[float, float]) -> None:

@@ -19,7 +19,7 @@ from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
 _MOST_TRIES = 12
-_ROUNDING = 5e-4  # of a number that is written with four digits, at most
+_ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 
@@ -134,7 +134,7 @@ def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, in
 def _lost(
     structure: Structure, model: nn.Module, importance: str | OfRings, batches: Iterable[Any], loss: Loss
 ) -> dict[str, Tensor]:
-    """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
+    """Return the importance that each choice of a filter loses, ``(C_out, choices)``, by layer."""
     if callable(importance):
         return by_function(structure, importance)
     check_choice("importance", importance, ("taylor", "norm"))
@@ -246,7 +246,7 @@ class Search:
 
     def _reached(self, report: Report) -> float:
         """Return the share of the model's cost that is left."""
-        if self.cost == "macs":  # those of zeros that the network still has, as they may be trained
+        if self.cost == "macs":  # zeros that the network still has count, as they may be trained
             return report.macs_executed / report.macs_before
         if self.cost == "parameters":
             return report.parameters_after / report.parameters_before

@@ -32,7 +32,7 @@ class PrunableLayer:
     Args:
         name: name of the module.
         module: the module itself, with a weight ``(C_out, C_in/groups, *kernel_size)``.
-        norm: the batch norm that alone reads the layer's output; None if there is none.
+        norm: the batch norm that is the only reader of the layer's output; None if there is none.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
         pixels: number of output pixels of one sample.
         writes: class of each filter's channel, ``[C_out]``.
@@ -181,7 +181,7 @@ class Masks:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give what was removed the values that it had when it was cut."""
+        """Give removed weights the values that they had when they were cut."""
         for place, removed in zip(self._masks, self.removed, strict=False):  # none if nothing was kept
             tensor = getattr(*place)
             tensor.add_(removed.to(tensor))
@@ -190,7 +190,7 @@ class Masks:
 def structure_of(
     model: nn.Module, inputs: Sequence[Any], kind: str, granularity: str, skip: Collection[str] = ()
 ) -> Structure:
-    """Return what can be removed from a model.
+    """Return the parts of a model that can be removed.
 
     Args:
         model: it is not changed.

@@ -65,7 +65,7 @@ def after_layer(module: Any, constants: Floats, live: Booleans, foldable: Boolea
 
 
 def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -> Floats:
-    """Return the constants after an operation that treats each channel alone."""
+    """Return the constants after an operation that treats each channel separately."""
     module, name = info.module(node), operation(node, info.modules)
     if module is not None and is_depthwise(module):
         columns = constants[:, None]
@@ -102,7 +102,7 @@ def after_arithmetic(name: str, one: Floats, other: Floats) -> Floats:
     """Return the constants of the sum, difference, product or quotient of two tensors."""
     with np.errstate(all="ignore"):
         constants = _finite(_NUMPY[name](one, other))
-    if name == "mul":  # as for a filter of zeros, 0 times anything is 0
+    if name == "mul":  # 0 times anything is 0, as for a filter of zeros
         constants = np.where((one == 0) | (other == 0), 0.0, constants)
     return constants
 

@@ -49,7 +49,7 @@ def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> l
 
 
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """Return what takes the least time on inputs of the example's shape, dtype and memory format.
+    """Return the fastest way to compute the layer on inputs of the example's shape, dtype and memory format.
 
     Torch's convolutions are compared with :func:`loco_ext.ops.mixed_conv2d` if its kernels support the layer.
     """

@@ -80,7 +80,7 @@ def _with_axis(weight: Tensor) -> Tensor:
 
 
 def _identities(weight: Tensor) -> int:
-    """Return the number of filters whose only non-zero weight lies at the centre (eq. 24 of the draft)."""
+    """Return the number of filters whose only non-zero weight is at the centre (eq. 24 of the draft)."""
     live = weight != 0
     place: Any = (..., *((size - 1) // 2 for size in weight.shape[2:]))
     centre = live[place]  # [C_out, C_in/groups]

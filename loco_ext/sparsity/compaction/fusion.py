@@ -23,7 +23,7 @@ class Epilogue:
 
 
 def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
-    """Return what follows the layer in a traced graph; if two layers are added up, the first has the sum."""
+    """Return the operations that follow the layer in a traced graph; if two layers are added, the first has the sum."""
     user = only_user(layer)
     added = user is not None and is_sum(user, modules) and _are_alike(user.args)
     if user is not None and added:

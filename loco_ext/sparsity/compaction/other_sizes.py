@@ -18,7 +18,7 @@ def pairs_of_other_sizes(model: nn.Module, inputs: Sequence[Any], batch_alone: b
     """Return arguments of up to two other batch sizes and sizes, with the model's results; [] if it accepts none.
 
     Each axis of each tensor is tried, because only the model knows which of them are channels. Axes with the same
-    position and size in several tensors are changed together, and also each alone. Arguments that the model refuses are
+    position and size in several tensors are changed together, and also one by one. Arguments that the model refuses are
     skipped.
 
     Args:

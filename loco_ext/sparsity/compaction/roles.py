@@ -189,7 +189,7 @@ class GraphInfo:
         return Role.PER_CHANNEL if alone and (module is not None or not name.startswith("avgpool")) else Role.OTHER
 
     def _is_per_channel(self, node: fx.Node, module: Any, name: str, source: fx.Node) -> bool:
-        """Return whether the node treats each channel alone, though not each of its pixels."""
+        """Return whether the node treats each channel separately, though not each of its pixels."""
         if type(module) in (*BATCH_NORMS, nn.PReLU):
             return True
         if type(module) is nn.Upsample:

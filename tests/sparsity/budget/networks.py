@@ -1,4 +1,4 @@
-"""Small networks with what budgets have to know about, on images of 3 x 9 x 9 and 4 classes."""
+"""Small networks that have every structure budgets must handle, on images of 3 x 9 x 9 and 4 classes."""
 
 from collections.abc import Callable
 from dataclasses import replace

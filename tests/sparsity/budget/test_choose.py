@@ -127,10 +127,10 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
         budget = share * problem.cost(problem.whole())
         costs = {problem.cost(sizes) for sizes in every(problem)}
         found = problem.within(budget)
-        assert problem.cost(found) in costs  # of sizes that are allowed
+        assert problem.cost(found) in costs  # the cost is that of allowed sizes
         assert problem.cost(found) <= budget
         alive = [chosen != layer.gone for layer, chosen in zip(problem.layers, found, strict=True)]
-        for i in (1, 3):  # layers whose channels are theirs alone
+        for i in (1, 3):  # layers that share their channels with no other
             gone = np.flatnonzero(~alive[i])
             for two in itertools.combinations(gone, 2):
                 more = [chosen.copy() for chosen in found]
@@ -139,7 +139,7 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
 
 
 def test_no_exchange_of_channels_between_layers_is_better() -> None:
-    """Nor are other channels of the same numbers."""
+    """Choosing other channels without changing their numbers is no better, either."""
 
     def counts(sizes: Sizes) -> np.ndarray:
         return np.asarray([(chosen != 1).sum() for chosen in sizes])[[0, 1, 3]]  # the third adds to the first's

@@ -126,7 +126,7 @@ def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch, method: st
     monkeypatch.setattr(shrink, "compact", timed(0.25))
     model, optimizer, budget = controlled("plain", macs=None, latency=0.6, method=method)
     train(model, optimizer, budget, 14, seed=1)
-    assert 0.35 < reached("plain", model) <= 0.35 / 0.75  # also where the penalty has made the scales of more zero
+    assert 0.35 < reached("plain", model) <= 0.35 / 0.75  # the penalty may have set more scales to zero
     state = budget.state_dict()
     assert 0.4 < state["target"] < 0.6
     monkeypatch.setattr(shrink, "compact", lambda *_, **options: sparsity.compact(*_, cost="macs"))
@@ -135,7 +135,7 @@ def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch, method: st
 
 
 def rank_of_a_group(rank: int, folder: str, latency: bool) -> None:
-    """Train with other gradients in each process, and other latencies; those of the second one alone are too high."""
+    """Train with other gradients in each process, and other latencies; only those of the second one are too high."""
     options: dict[str, Any] = {"granularity": "filters"}
     if latency:
         shrink.compact = timed((0.25, 0.95)[rank])

@@ -36,7 +36,7 @@ def lengths(weight: Tensor) -> Tensor:
 
 
 def test_filters_shrink_by_what_they_cost() -> None:
-    """Soft thresholds: of the norm's weight where it has the filter's length, else of the filter."""
+    """The norm's weight is soft-thresholded if it has the filter's length; otherwise the filter is."""
     model = plain()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     penalty = penalty_of(model, "filters")

@@ -73,7 +73,7 @@ def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_taylor_is_the_change_of_the_loss(name: str) -> None:
-    """Against central differences of the loss when a part is scaled by 1 +- h, in float64."""
+    """The importance is compared with central differences of the loss when a part is scaled by 1 +- h, in float64."""
     model, h = network(name).double(), 1e-5
     several = [(x.double(), target) for x, target in batches()]
     structure = structure_of(model, [X.double()], "half", "rings")
@@ -105,7 +105,7 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
                 expected = torch.stack(changes).sum()
                 found = lost[layer.name][j, choice]
                 assert found >= expected * (1 - 1e-4) - 1e-12
-                if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part alone changes more
+                if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
                     assert found == lost[layer.name][j, choice - 1]
 
 
@@ -174,7 +174,7 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     for count in range(7):
         kept = importance[order[count:]].sum() / importance.sum()
         np.testing.assert_allclose(falls[order[:count], -1].sum(), -importance.sum() * np.log(kept), atol=1e-12)
-    assert falls.max() > 10 * importance.sum()  # of the last
+    assert falls.max() > 10 * importance.sum()  # the fall of the last filter
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
@@ -278,7 +278,7 @@ def test_the_least_that_is_named_can_be_reached() -> None:
 
 @pytest.mark.parametrize(("share", "filters"), [(0.126, 1), (0.2, 5), (0.3, 8)])
 def test_a_budget_below_the_count_is_met_where_compaction_removes_more(share: float, filters: int) -> None:
-    """Most filters of the first layer are zeros; as they are left alone, they count."""
+    """Most filters of the first layer are zeros; they count, because they are not removed."""
     model = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
