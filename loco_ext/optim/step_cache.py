@@ -2,9 +2,9 @@
 
 Where parameters are small, collecting, checking and describing them and their states costs more than stepping them. A
 StepCache refers to parameters in Python only, as the optimizer itself does, and to no state. The compiled library keeps
-what it has found out about a step's tensors (``csrc/optim_step/cached_step.h``). That is right while all parameters and states
-lie in the same memory with the same sizes, strides and dtypes; SameTensors compares these in each step, and the library
-reads and checks every gradient.
+what it has found out about a step's tensors (``csrc/optim_step/cached_step.h``). That is right while all parameters and
+states lie in the same memory with the same sizes, strides and dtypes; SameTensors compares these in each step, and the
+library reads and checks every gradient.
 """
 
 from __future__ import annotations
