@@ -17,13 +17,12 @@
 
 namespace {
 
-// Where a filter has no finite norm, the others share their factor without it.
 constexpr int64_t kNone = -1;
 
 struct Layer {
   Case c;
   Tensor u, d, out, alone;
-  int64_t spoilt = kNone;  // the filter with a NaN or an infinite weight
+  int64_t spoilt = kNone;  // the filter with a NaN or an infinite weight, for which only the others are compared
   std::vector<double> t, q;
 
   Layer(Random& random, const Case& of_layer)
@@ -106,20 +105,27 @@ class Reference {
   double sum(double factor) {
     double total = 0;
     for (int64_t o = 0; o < layer_.c.filters; ++o) {
-      if (o == layer_.spoilt) continue;
-      const std::vector<double> x = filter(o, factor);
-      const int64_t row = layer_.c.rows ? o * shape_.rings : 0;
-      std::vector<double> of_rings(shape_.rings);  // the largest weight, or the sum of squares
-      for (int64_t i = 0; i < shape_.numel(); ++i) {
-        const double size = std::fabs(x[i]) / layer_.c.size;
-        double& of_ring = of_rings[layer_.c.rings[i % shape_.taps]];
-        of_ring = layer_.c.linf ? std::fmax(of_ring, size) : of_ring + size * size;
-      }
-      double of_group = 0;
-      for (int n = 0; n < shape_.rings; ++n) {
-        of_group = layer_.c.linf ? std::fmax(of_group, of_rings[n]) : of_group + of_rings[n];
-        total += layer_.q[row + n] * layer_.c.size * (layer_.c.linf ? of_group : std::sqrt(of_group));
-      }
+      const double of_filter = sum_of(filter(o, factor), layer_.c.rows ? o * shape_.rings : 0);
+      if (std::isfinite(of_filter)) total += of_filter;
+    }
+    return total;
+  }
+
+  // Return sum_n q_n ||x(G_n)||. row: of the filter's q.
+  double sum_of(const std::vector<double>& x, int64_t row) const {
+    const bool linf = layer_.c.linf;
+    const auto joined = [linf](double a, double b) { return !linf ? a + b : a >= b || a != a ? a : b; };
+    std::vector<double> of_rings(shape_.rings);  // the largest weight, or the sum of squares; NaN if there is one
+    for (int64_t i = 0; i < shape_.numel(); ++i) {
+      const double size = std::fabs(x[i]) / layer_.c.size;
+      double& of_ring = of_rings[layer_.c.rings[i % shape_.taps]];
+      of_ring = joined(of_ring, linf ? size : size * size);
+    }
+    double total = 0, of_group = 0;
+    for (int n = 0; n < shape_.rings; ++n) {
+      of_group = joined(of_group, of_rings[n]);
+      const double q = layer_.q[row + n];
+      if (q > 0) total += q * layer_.c.size * (linf ? of_group : std::sqrt(of_group));
     }
     return total;
   }
