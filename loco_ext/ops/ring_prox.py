@@ -326,6 +326,6 @@ if backends.library is not None:
         metrics: Sequence[Tensor],
         linf: bool,
     ) -> list[Tensor]:
-        for weight, metric in zip(weights, metrics or [None] * len(weights), strict=True):
-            backends.check_one_device(weight=weight, metric=metric)
+        for i, weight in enumerate(weights):
+            backends.check_one_device(weight=weight, metric=metrics[i] if metrics else None)
         return [torch.empty_like(weight) for weight in weights]
