@@ -17,7 +17,8 @@ namespace loco {
 // table of a further one into the same tensor.
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
-// joint_ring_prox, of all filters together, is for GPUs alone.
+// joint_ring_prox, of all filters of each weight together, is for GPUs alone. Its `rings` are those of all weights, one
+// after another; `metrics` are empty or one for each weight.
 //
 // The block-sparse operators take activations of shape [batch, pixels, channels] with the channels of a pixel
 // contiguous, and values of shape [blocks, groups, input channels of a group, output channels of a group]. The input
@@ -47,8 +48,8 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "
       "Tensor");
   m.def(
-      "joint_ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor squared, Tensor? metric, bool linf) -> "
-      "Tensor");
+      "joint_ring_prox(Tensor[] weights, int[] rings, Tensor[] thresholds, Tensor[] squared, Tensor[] metrics, bool "
+      "linf) -> Tensor[]");
   m.def("block_sparse_by_pixel(Tensor x) -> Tensor");
   m.def(
       "block_sparse_matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, Tensor? bias) -> Tensor");

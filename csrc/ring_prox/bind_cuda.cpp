@@ -36,42 +36,47 @@ CudaCall call_of(const Reader& reader) {
   return {reader.filter_count(), reader.shape, placed(reader.view)};
 }
 
-// Copy the call's table, with `more` bytes behind it, to the weight's GPU and call launch(table, its device copy,
-// stream). The device memory of the copy is released at once: the caching allocator reuses it in stream order, after
-// the kernels.
+// Copy a table to the GPU of `like`, to memory of `size` bytes, and call launch(memory, stream). The memory is released
+// at once: the caching allocator reuses it in stream order, after the kernels.
 template <class Launch>
-void run(const CudaCall& call, const Reader& reader, const Tensor& weight, int64_t more, const Launch& launch) {
-  if (call.filters == 0) return;
+void run(const std::vector<unsigned char>& table, int64_t size, const Reader& reader, const Tensor& like,
+         const Launch& launch) {
   const torch::stable::accelerator::DeviceGuard guard(reader.device.index);
   void* stream = current_stream(reader.device.index);
-  const GpuTable table = build(call);
-  const auto size = static_cast<int64_t>(table.bytes.size());
-  const Tensor memory = torch::stable::new_empty(weight, {size + more}, torch::headeronly::ScalarType::Byte,
-                                                 std::nullopt, std::nullopt, std::nullopt);
+  const Tensor memory = torch::stable::new_empty(like, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
+                                                 std::nullopt, std::nullopt);
   auto* bytes = static_cast<unsigned char*>(memory.mutable_data_ptr());
-  upload(table.bytes.data(), bytes, size, stream);
-  launch(table, bytes, stream);
+  upload(table.data(), bytes, static_cast<int64_t>(table.size()), stream);
+  launch(bytes, stream);
   const char* error = launch_error();
   STD_TORCH_CHECK(error == nullptr, "ring_prox: the GPU refused a kernel: ", error);
+}
+
+// Likewise for one call, with its table.
+template <class Launch>
+void run(const CudaCall& call, const Reader& reader, const Tensor& like, const Launch& launch) {
+  if (call.filters == 0) return;
+  const GpuTable table = build(call);
+  run(table.bytes, static_cast<int64_t>(table.bytes.size()), reader, like,
+      [&](unsigned char* memory, void* stream) { launch(table, memory, stream); });
 }
 
 Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   const Reader reader(weight, rings, count);
   Tensor out = empty_norms(weight, reader);
   const CudaCall call = call_of(reader);
-  run(call, reader, weight, 0, [&](const GpuTable& table, unsigned char* memory, void* stream) {
+  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
     norms_cuda(call, table, memory, out.mutable_data_ptr(), stream);
   });
   return out;
 }
 
-Tensor prox(const Tensor& weight, const Ints& rings, const Tensor& thresholds, const std::optional<Tensor>& squared,
-            const std::optional<Tensor>& metric, bool linf, bool joint) {
-  const Reader reader(weight, rings, thresholds.size(-1));
+// Return a call that has the reader's shape. metric: may be null.
+CudaCall prox_call(const Reader& reader, const Tensor& thresholds, const std::optional<Tensor>& squared,
+                   const Tensor* metric, bool linf, const Tensor& out) {
   const bool on_device = device_of(thresholds).type != DeviceId::cpu().type;
   const ThresholdRows rows =
       read_thresholds(thresholds, squared, reader.filter_count(), on_device ? reader.device : DeviceId::cpu());
-  Tensor out = torch::stable::empty_like(weight);
   CudaCall call = call_of(reader);
   if (metric) call.metric = placed(reader.view_like(*metric, "metric"));
   call.out = placed(reader.view_like(out, "out"));
@@ -80,21 +85,57 @@ Tensor prox(const Tensor& weight, const Ints& rings, const Tensor& thresholds, c
   call.thresholds_stride = rows.stride;
   call.thresholds_on_device = on_device;
   call.linf = linf;
-  const int64_t more = joint ? joint_bytes(call) : 0;
-  run(call, reader, weight, more, [&](const GpuTable& table, unsigned char* memory, void* stream) {
-    joint ? joint_prox_cuda(call, table, memory, stream) : prox_cuda(call, table, memory, stream);
-  });
-  return out;
+  return call;
 }
 
 Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
                  std::optional<Tensor> metric, bool linf) {
-  return prox(weight, rings, thresholds, squared, metric, linf, false);
+  const Reader reader(weight, rings, thresholds.size(-1));
+  Tensor out = torch::stable::empty_like(weight);
+  const CudaCall call = prox_call(reader, thresholds, squared, metric ? &*metric : nullptr, linf, out);
+  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
+    prox_cuda(call, table, memory, stream);
+  });
+  return out;
 }
 
-Tensor joint_ring_prox(Tensor weight, Ints rings, Tensor thresholds, Tensor squared, std::optional<Tensor> metric,
-                       bool linf) {
-  return prox(weight, rings, thresholds, squared, metric, linf, true);
+// Take the rings of the next weight's taps off a list.
+Ints next_rings(const Tensor& weight, const Ints& rings, size_t& begin) {
+  size_t taps = 1;
+  for (int64_t d = 2; d < weight.dim(); ++d) taps *= weight.size(d);
+  STD_TORCH_CHECK(taps <= rings.size() - begin, "rings: expected one entry for each tap of each weight, got ",
+                  rings.size());
+  begin += taps;
+  return {rings.begin() + (begin - taps), rings.begin() + begin};
+}
+
+std::vector<Tensor> joint_ring_prox(std::vector<Tensor> weights, Ints rings, std::vector<Tensor> thresholds,
+                                    std::vector<Tensor> squared, std::vector<Tensor> metrics, bool linf) {
+  const size_t count = weights.size();
+  STD_TORCH_CHECK(count > 0 && thresholds.size() == count && squared.size() == count &&
+                      (metrics.empty() || metrics.size() == count),
+                  "weights: expected one or more, and for each of them thresholds, squared and, if any, a metric");
+  std::vector<Reader> readers;
+  readers.reserve(count);  // calls point into them
+  std::vector<CudaCall> calls;
+  std::vector<Tensor> outs;
+  size_t taken = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Reader& reader =
+        readers.emplace_back(weights[i], next_rings(weights[i], rings, taken), thresholds[i].size(-1));
+    STD_TORCH_CHECK(reader.device.index == readers[0].device.index, "weights[", i, "]: expected a tensor on ",
+                    device_text(readers[0].device), ", got one on ", device_text(reader.device));
+    outs.push_back(torch::stable::empty_like(weights[i]));
+    const Tensor* metric = metrics.empty() ? nullptr : &metrics[i];
+    const CudaCall call = prox_call(reader, thresholds[i], squared[i], metric, linf, outs[i]);
+    if (call.filters > 0) calls.push_back(call);
+  }
+  STD_TORCH_CHECK(taken == rings.size(), "rings: expected one entry for each tap of each weight, got ", rings.size());
+  if (calls.empty()) return outs;
+  const JointTable table = build_joint(calls);
+  run(table.bytes, table.memory, readers[0], weights[0],
+      [&](unsigned char* memory, void* stream) { joint_prox_cuda(calls, table, memory, stream); });
+  return outs;
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 namespace loco::ring_prox {
 
 struct GpuTable;
+struct JointTable;
 
 // A strided tensor [filters, channels, taps]. Filter o, channel c, tap k lies at o * filter_stride + c * channel_stride
 // + tap_offsets[k], in elements.
@@ -37,8 +38,9 @@ struct CudaCall {
 void norms_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* norms, void* stream);
 void prox_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* stream);
 
-// The prox of all filters together, with call.squared. Behind the table's bytes, memory has joint_bytes more.
-void joint_prox_cuda(const CudaCall& call, const GpuTable& table, unsigned char* memory, void* stream);
-inline int64_t joint_bytes(const CudaCall& call) { return 2 * call.filters * static_cast<int64_t>(sizeof(double)); }
+// Joint prox: all filters of a call share a factor, and calls of a kind share a launch. call.squared is needed. `table`
+// must have been built from the calls, none of which is without filters, and `memory` begins with a copy of its bytes.
+JointTable build_joint(const std::vector<CudaCall>& calls);
+void joint_prox_cuda(const std::vector<CudaCall>& calls, const JointTable& table, unsigned char* memory, void* stream);
 
 }  // namespace loco::ring_prox

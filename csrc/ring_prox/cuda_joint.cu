@@ -1,107 +1,185 @@
-// The prox of a penalty on the square of a sum over all filters of a layer, on an NVIDIA GPU.
+// The prox of penalties on the square of a sum over all filters of a layer, for several layers, on an NVIDIA GPU.
 //
 //   out = argmin_x 1/2 sum_i d_i (x_i - w_i)^2 + sum_(o,n) t_n ||x_o(G_n)|| + (sum_(o,n) q_n ||x_o(G_n)||)^2
 //
-// Operands are those of cuda.cu. sums is [2, filters], scratch; arrived is 0 at the launch.
+// Operands are those of cuda.cu, for each layer. sums is [filters of all layers], scratch. searches is [layers], and
+// meeting one; both are zero at the launch.
 //
-// x is the prox of each filter with thresholds t + f q, where f = 2 sum_(o,n) q_n ||x_o(G_n)||. One launch finds f: its
-// blocks, which run at the same time, take one filter after another as the blocks of cuda.cu do, and meet after each
-// round. Every block then adds up the sums of all filters in the same order, so that all take the same next step and
-// end in the same round, which no host waits for.
+// x is the prox of each filter with thresholds t + f q, where f = 2 sum_(o,n) q_n ||x_o(G_n)|| of its layer. One launch
+// finds the f of all layers: its blocks, which run at the same time, take one filter after another as the blocks of
+// cuda.cu do, and meet after each round. The last block to come adds up the sums of each layer, one warp a layer, and
+// chooses its next f. In the round after its f is found, a layer's filters are written, and left out from then on. No
+// host waits for that.
+//
+// A launch takes layers of one solver, one arithmetic and one number of threads a filter, so that what a layer becomes
+// does not depend on those beside it, and layers whose filters do not fit into shared memory one by one.
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <map>
+#include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "common/launch.h"
+#include "common/mistake.h"
 #include "ring_prox/cuda.h"
 #include "ring_prox/gpu_joint.h"
 #include "ring_prox/gpu_kernel.h"
 #include "ring_prox/gpu_launch.h"
 #include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
+#include "ring_prox/gpu_table.h"
 
 namespace loco::ring_prox {
 namespace {
 
-struct JointParameters {
-  double* sums;
-  unsigned* arrived;
-  int64_t filters;
+constexpr int kMostLayers = 24;  // of a launch, whose parameters then take some 4 KB
+
+struct Meeting {
+  unsigned arrived;  // the count of meet_grid
+  unsigned found;    // number of layers whose factor is found
 };
 
-template <class Solver, typename T, bool staged>
-__global__ void __launch_bounds__(kMostThreads, 2)
-    joint_prox(const __grid_constant__ Parameters p, const __grid_constant__ JointParameters q) {
-  __shared__ Scratch scratch;
-  __shared__ Solver solver;
-  __shared__ JointSearch search;
-  __shared__ double factor;
-  __shared__ bool found;
-  LOCO_SHARED(memory);
-  constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
+struct Layers {
+  Parameters of[kMostLayers];
+  int64_t begins[kMostLayers + 1];  // the first filter of each layer, counted over all layers
+  int count;
+  double* sums;
+  JointSearch* searches;
+  Meeting* meeting;
+};
+
+// Take the sums of all layers. Called by all threads of one block.
+template <typename T>
+LOCO_DEVICE void take_sums(const Layers& layers) {
   constexpr double kPrecision = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
-  const int rings = p.rings.count;
-  unsigned char* const filter = memory + solver_bytes(rings, sizeof(T) == 8, in_metric);
-  if (threadIdx.x == 0) {
-    search.begin();
-    factor = 0;
-    found = false;
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (unsigned round = 1;; ++round) {
-    const bool last = found;
-    double* const sums = q.sums + round % 2 * q.filters;  // some blocks may still read the sums of the round before
-#pragma unroll 1
-    for (int64_t k = blockIdx.x; k < q.filters; k += gridDim.x) {
-      __syncthreads();  // the previous filter has been written
-      const Kernel<T, staged> kernel(p, k, filter);
-      Sums<T, Kernel<T, staged>> of_filter(kernel, rings, scratch, memory);
-      double sum = 0;
-      solver.solve(of_filter, p.thresholds(k), GivenFactor{factor, sum});
-      if (last) {
-        kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
-      } else if (threadIdx.x == 0) {
-        sums[k] = sum - sum == 0 ? sum : 0;  // filters of infinite weights and NaN do not count
-      }
+  const unsigned lane = threadIdx.x % 32;
+  for (int layer = threadIdx.x / 32; layer < layers.count; layer += blockDim.x / 32) {
+    JointSearch& search = in_global(layers.searches)[layer];
+    if (search.is_found()) {
+      if (lane == 0) search.end();
+      continue;
     }
-    if (last) return;
-    meet_grid(q.arrived, round);
     double total = 0;
-    for (int64_t k = threadIdx.x; k < q.filters; k += blockDim.x) total += in_global(sums)[k];
-    total = sum_of_block(total, scratch);
-    if (threadIdx.x == 0) {
-      found = search.take(total, kPrecision);
-      factor = search.factor();
+    for (int64_t k = layers.begins[layer] + lane; k < layers.begins[layer + 1]; k += 32) {
+      total += in_global(layers.sums)[k];
     }
-    __syncthreads();
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffff, total, lanes);
+    if (lane == 0 && search.take(total, kPrecision)) atomicAdd(&layers.meeting->found, 1u);
   }
 }
 
-template <typename T, bool staged>
-void launch(const CudaCall& call, const Size& size, const Parameters& p, const JointParameters& q, void* stream) {
-  if (call.linf) {
-    LOCO_LAUNCH_TOGETHER((joint_prox<Linf, T, staged>), size.blocks, size.threads, size.bytes, stream, p, q);
-  } else if (call.metric.data) {
-    LOCO_LAUNCH_TOGETHER((joint_prox<MetricSolver<T>, T, staged>), size.blocks, size.threads, size.bytes, stream, p, q);
+template <class Solver, typename T, bool staged>
+__global__ void __launch_bounds__(kMostThreads, 2) joint_prox(const __grid_constant__ Layers layers) {
+  __shared__ Scratch scratch;
+  __shared__ Solver solver;
+  __shared__ bool is_last;
+  LOCO_SHARED(memory);
+  constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
+#pragma unroll 1
+  for (unsigned round = 1;; ++round) {
+    const bool ends = in_global(layers.meeting)->found == static_cast<unsigned>(layers.count);
+    int layer = 0;
+#pragma unroll 1
+    for (int64_t k = blockIdx.x; k < layers.begins[layers.count]; k += gridDim.x) {
+      while (staged && k >= layers.begins[layer + 1] + LOCO_MISTAKE(joint_layer)) ++layer;
+      const JointSearch& search = in_global(layers.searches)[layer];
+      if (search.is_over()) continue;
+      __syncthreads();  // the previous filter has been written
+      const Parameters& p = layers.of[layer];
+      const int rings = p.rings.count;
+      const int64_t filter = k - layers.begins[layer];
+      const Kernel<T, staged> kernel(p, filter, memory + solver_bytes(rings, sizeof(T) == 8, in_metric));
+      Sums<T, Kernel<T, staged>> of_filter(kernel, rings, scratch, memory);
+      double sum = 0;
+      solver.solve(of_filter, p.thresholds(filter), GivenFactor{search.factor(), sum});
+      if (search.is_found()) {
+        kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
+      } else if (threadIdx.x == 0) {
+        in_global(layers.sums)[k] = sum - sum == 0 ? sum : 0;  // filters of infinite weights and NaN do not count
+      }
+    }
+    if (ends) return;
+    meet_grid(&layers.meeting->arrived, round, is_last, [&] { take_sums<T>(layers); });
+  }
+}
+
+// A kernel and its number of threads: whether weights are float64, whether norms are largest weights, whether they are
+// in a metric otherwise, and whether filters fit into shared memory.
+using Kind = std::tuple<bool, bool, bool, bool, unsigned>;
+
+Size size_of(const CudaCall& call) {
+  const bool in_metric = call.metric.data && !call.linf;
+  return call.weight.dtype == DType::f64 ? Size::of<double>(call, in_metric) : Size::of<float>(call, in_metric);
+}
+
+Kind kind_of(const CudaCall& call) {
+  const Size size = size_of(call);
+  return {call.weight.dtype == DType::f64, call.linf, call.metric.data && !call.linf, size.staged, size.threads};
+}
+
+template <class Solver, typename T>
+void launch(const Size& size, const Layers& layers, void* stream) {
+  if (size.staged) {
+    LOCO_LAUNCH_TOGETHER((joint_prox<Solver, T, true>), size.blocks, size.threads, size.bytes, stream, layers);
   } else {
-    LOCO_LAUNCH_TOGETHER((joint_prox<L2, T, staged>), size.blocks, size.threads, size.bytes, stream, p, q);
+    LOCO_LAUNCH_TOGETHER((joint_prox<Solver, T, false>), size.blocks, size.threads, size.bytes, stream, layers);
   }
 }
 
 template <typename T>
-void launch(const CudaCall& call, const Parameters& p, const JointParameters& q, void* stream) {
-  const Size size = Size::of<T>(call, call.metric.data && !call.linf);
-  size.staged ? launch<T, true>(call, size, p, q, stream) : launch<T, false>(call, size, p, q, stream);
+void launch(const CudaCall& call, const Size& size, const Layers& layers, void* stream) {
+  if (call.linf) return launch<Linf, T>(size, layers, stream);
+  call.metric.data ? launch<MetricSolver<T>, T>(size, layers, stream) : launch<L2, T>(size, layers, stream);
 }
 
 }  // namespace
 
-void joint_prox_cuda(const CudaCall& call, const GpuTable& table, unsigned char* memory, void* stream) {
-  const Parameters p = parameters_of(call, table, memory);
-  const JointParameters q{reinterpret_cast<double*>(memory + table.bytes.size()),
-                          reinterpret_cast<unsigned*>(memory + table.arrived), call.filters};
-  if (call.weight.dtype == DType::f64) return launch<double>(call, p, q, stream);
-  launch<float>(call, p, q, stream);
+JointTable build_joint(const std::vector<CudaCall>& calls) {
+  JointTable table{};
+  int64_t filters = 0;
+  for (const CudaCall& call : calls) {
+    table.of_calls.push_back(build(call));
+    const std::vector<unsigned char>& bytes = table.of_calls.back().bytes;
+    table.begins.push_back(append(table.bytes, bytes.data(), static_cast<int64_t>(bytes.size())));
+    filters += call.filters;
+  }
+  const auto count = static_cast<int64_t>(calls.size());
+  const std::vector<unsigned char> zeros(count * sizeof(JointSearch));
+  table.searches = append(table.bytes, zeros.data(), count * static_cast<int64_t>(sizeof(JointSearch)));
+  const std::vector<Meeting> meetings(count, Meeting{LOCO_MISTAKE(joint_arrived), 0});
+  table.meetings = append(table.bytes, meetings.data(), count);
+  table.memory = static_cast<int64_t>(table.bytes.size()) + filters * static_cast<int64_t>(sizeof(double));
+  return table;
+}
+
+void joint_prox_cuda(const std::vector<CudaCall>& calls, const JointTable& table, unsigned char* memory, void* stream) {
+  std::map<Kind, std::vector<size_t>> kinds;
+  for (size_t i = 0; i < calls.size(); ++i) kinds[kind_of(calls[i])].push_back(i);
+  auto* sums = reinterpret_cast<double*>(memory + table.bytes.size());
+  auto* searches = reinterpret_cast<JointSearch*>(memory + table.searches);
+  auto* meeting = reinterpret_cast<Meeting*>(memory + table.meetings);
+  for (const auto& [kind, members] : kinds) {
+    const int most = std::get<3>(kind) ? kMostLayers : 1;
+    for (size_t first = 0; first < members.size(); first += most) {
+      Layers layers{};
+      layers.sums = sums, layers.searches = searches, layers.meeting = meeting;
+      Size size = size_of(calls[members[first]]);
+      for (size_t n = first; n < members.size() && layers.count < most; ++n) {
+        const size_t i = members[n];
+        size.bytes = std::max(size.bytes, size_of(calls[i]).bytes);
+        layers.of[layers.count++] = parameters_of(calls[i], table.of_calls[i], memory + table.begins[i]);
+        layers.begins[layers.count] = layers.begins[layers.count - 1] + calls[i].filters;
+      }
+      const int64_t filters = layers.begins[layers.count];
+      size.blocks = static_cast<unsigned>(std::min<int64_t>(filters, std::numeric_limits<int32_t>::max()));
+      std::get<0>(kind) ? launch<double>(calls[members[first]], size, layers, stream)
+                        : launch<float>(calls[members[first]], size, layers, stream);
+      sums += filters, searches += layers.count, ++meeting;
+    }
+  }
 }
 
 }  // namespace loco::ring_prox

@@ -22,16 +22,29 @@ struct GivenFactor {
   }
 };
 
-// Finds the root of f - 2 S(f), where S is the falling sum over a layer's filters.
+// Finds the root of f - 2 S(f), where S is the falling sum over a layer's filters. It lies in global memory, and all of
+// its bytes are 0 before the first round.
 class JointSearch {
  public:
-  LOCO_DEVICE void begin() { rounds_ = 0, factor_ = 0; }
-
   // The factor to take the next sum at, or the root once it is found.
   LOCO_DEVICE double factor() const { return factor_; }
 
+  // Whether factor() is the root, and whether the round after that is over, too.
+  LOCO_DEVICE bool is_found() const { return phase_ != kSearched; }
+  LOCO_DEVICE bool is_over() const { return phase_ == kOver; }
+  LOCO_DEVICE void end() { phase_ = kOver; }
+
   // Take the sum at factor(). precision: relative error of f at which to end. Return whether the root is found.
   LOCO_DEVICE bool take(double sum, double precision) {
+    const bool found = find(sum, precision);
+    phase_ = found ? kFound : kSearched;
+    return found;
+  }
+
+ private:
+  enum Phase { kSearched, kFound, kOver };
+
+  LOCO_DEVICE bool find(double sum, double precision) {
     const double miss = factor_ - 2 * sum;
     if (rounds_++ == 0) {
       factor_ = -miss;
@@ -49,19 +62,32 @@ class JointSearch {
     return false;
   }
 
- private:
   RootSearch search_;
-  int rounds_;
   double factor_;
+  int rounds_;
+  Phase phase_;
 };
 
-// Wait for all blocks of the grid, the given number of times since `arrived` was 0.
-LOCO_DEVICE void meet_grid(unsigned* arrived, unsigned times) {
+// Wait until all blocks of the grid are here, the given number of times since `arrived` was 0, and one of them has
+// called alone(), with all of its threads. is_last: in shared memory.
+template <class Alone>
+LOCO_DEVICE void meet_grid(unsigned* arrived, unsigned times, bool& is_last, const Alone& alone) {
+  const unsigned all = times * (gridDim.x + 1);  // the last block arrives once more when it has called alone()
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    atomicAdd(arrived, 1u);
-    while (atomicAdd(arrived, 0u) < times * gridDim.x) continue;
+    is_last = atomicAdd(arrived, 1u) + 2 + (LOCO_MISTAKE(joint_meeting) && gridDim.x > 1) == all;
+    __threadfence();
+  }
+  __syncthreads();
+  if (is_last) {
+    alone();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (is_last) atomicAdd(arrived, 1u);
+    while (atomicAdd(arrived, 0u) + LOCO_MISTAKE(joint_release) < all) continue;
     __threadfence();
   }
   __syncthreads();

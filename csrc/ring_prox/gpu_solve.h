@@ -197,18 +197,6 @@ class Sums {
   int buffer_ = 0;
 };
 
-// Return the sum of all threads' values, the same in every thread.
-LOCO_DEVICE double sum_of_block(double value, Scratch& scratch) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffff, value, lanes);
-  __syncthreads();  // the scratch memory is free
-  if (threadIdx.x % 32 == 0) scratch.parts[0][0][threadIdx.x / 32] = value;
-  __syncthreads();
-  double total = 0;
-  for (unsigned w = 0; w < blockDim.x / 32; ++w) total += scratch.parts[0][0][w];
-  return total;
-}
-
 // Finds the factor f of math.h for a filter by itself.
 struct OwnFactor {
   const Thresholds& thresholds;

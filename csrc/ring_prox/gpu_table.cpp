@@ -52,8 +52,6 @@ GpuTable build(const CudaCall& call) {
   table.offsets = append(table.bytes, offsets.data(), shape.taps);
   table.taps = append(table.bytes, order.taps.data(), shape.taps);
   table.begins = append(table.bytes, order.begins.data(), shape.rings + 1);
-  const unsigned zero = 0;
-  table.arrived = append(table.bytes, &zero, 1);
   const int64_t rows = call.thresholds_stride == 0 ? 1 : call.filters;
   if (call.thresholds_on_device) return table;
   if (call.plain) table.plain = append(table.bytes, call.plain, rows * shape.rings);

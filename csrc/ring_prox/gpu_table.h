@@ -62,10 +62,18 @@ struct GpuTable {
   // Byte offsets of the sections: Offsets and Tap [taps], begins of the ring order [rings + 1], t and q of math.h
   // [filters or 1, rings]. Only the sections that the call needs are present: thresholds on the device are not copied.
   int64_t offsets, taps, begins, plain, squared;
-  int64_t arrived;  // offset of meet_grid's counter, which starts at zero
 };
 
 GpuTable build(const CudaCall& call);
+
+// The tables of several calls, one behind the other, and the state of their searches.
+struct JointTable {
+  std::vector<unsigned char> bytes;  // size is a multiple of 16
+  std::vector<GpuTable> of_calls;
+  std::vector<int64_t> begins;  // of each call's table
+  int64_t searches, meetings;   // byte offsets of zeros
+  int64_t memory;               // bytes that are needed on the GPU: these, and behind them a sum for each filter
+};
 
 // Return whether a filter's weights are contiguous in the order in which the call traverses them.
 bool is_flat(const Placed& operand, const Shape& shape);

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -178,8 +179,41 @@ def run_prox(
 
 
 def joins_in_kernel(weight: Tensor) -> bool:
-    """Return whether one launch finds the prox of all filters together, for which thresholds may be on the CPU."""
+    """Return whether :func:`run_joint_kernels` serves the weight."""
     return backends.choose(_FAMILY, weight.device) == "native" and backends.runs_gpu_kernels(weight.device)
+
+
+@dataclass(frozen=True)
+class JointProx:
+    """The arguments of :func:`ring_prox` of all filters of a weight together, unchecked.
+
+    ``t`` and ``q`` are contiguous, on the CPU or the weight's device.
+    """
+
+    weight: Tensor
+    rings: list[int]
+    t: Tensor
+    q: Tensor
+    metric: Tensor | None
+    linf: bool
+
+
+def run_joint_kernels(calls: Sequence[JointProx]) -> list[Tensor]:
+    """Return the prox of each weight, all on one device; weights of a kind share a launch, and no host waits for it."""
+    results: dict[int, Tensor] = {}
+    for kind in {(call.metric is None, call.linf) for call in calls}:
+        chosen = [i for i, call in enumerate(calls) if (call.metric is None, call.linf) == kind]
+        of_kind = [calls[i] for i in chosen]
+        outs = backends.operators().joint_ring_prox(
+            [call.weight for call in of_kind],
+            [ring for call in of_kind for ring in call.rings],
+            [call.t for call in of_kind],
+            [call.q for call in of_kind],
+            [call.metric for call in of_kind if call.metric is not None],
+            kind[1],
+        )
+        results.update(zip(chosen, outs, strict=True))
+    return [results[i] for i in range(len(calls))]
 
 
 def run_joint_prox(
@@ -192,7 +226,7 @@ def run_joint_prox(
         plain: whether t is known to be 0.
     """
     if joins_in_kernel(weight):
-        return backends.operators().joint_ring_prox(weight, rings, t, q, metric, linf)
+        return run_joint_kernels([JointProx(weight, rings, t, q, metric, linf)])[0]
     chosen = backends.choose(_FAMILY, weight.device)
     if chosen == "reference":
         return _reference.ring_prox(weight, rings, t, q, metric, linf, True)
@@ -285,7 +319,13 @@ if backends.library is not None:
 
     @torch.library.register_fake("loco_ext::joint_ring_prox")
     def _(
-        weight: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor, metric: Tensor | None, linf: bool
-    ) -> Tensor:
-        backends.check_one_device(weight=weight, metric=metric)
-        return torch.empty_like(weight)
+        weights: Sequence[Tensor],
+        rings: Sequence[int],
+        thresholds: Sequence[Tensor],
+        squared: Sequence[Tensor],
+        metrics: Sequence[Tensor],
+        linf: bool,
+    ) -> list[Tensor]:
+        for i, weight in enumerate(weights):
+            backends.check_one_device(weight=weight, metric=metrics[i] if metrics else None)
+        return [torch.empty_like(weight) for weight in weights]

@@ -7,14 +7,14 @@ function, so that a CUDA graph can capture the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
-from loco_ext.ops.ring_prox import joins_in_kernel, run_joint_prox, run_prox
+from loco_ext.ops.ring_prox import JointProx, joins_in_kernel, run_joint_kernels, run_joint_prox, run_prox
 from loco_ext.ops.step_args import SGD, StepArgs
 from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 from loco_ext.reference.rounding import RoundedResults
@@ -36,30 +36,49 @@ def _lies_by_filters(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
 
 
-def shrink(args: StepArgs, index: int, w: Tensor) -> Tensor:
-    """Return the prox of ``w``, a penalised parameter after its step."""
-    penalty = args.penalties[index]
-    assert penalty is not None
-    return prox_of(penalty, w, *_size_and_divisor(args, index, w.dtype))
+def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index and the prox of each chosen parameter, all of them penalised, after their step."""
+    joint: dict[int, JointProx] = {}
+    for i in chosen:
+        w, penalty = args.params[i], args.penalties[i]
+        assert penalty is not None
+        size, divisor = _size_and_divisor(args, i, w.dtype)
+        if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w) and not _is_zero(size):
+            t, q = _scaled(penalty, w, size)
+            assert q is not None
+            joint[i] = JointProx(w, penalty.rings, t, q, divisor, penalty.linf)
+        else:
+            yield i, prox_of(penalty, w, size, divisor)
+    yield from zip(joint, run_joint_kernels(list(joint.values())), strict=True)
 
 
 def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
     """Return the prox of ``w`` for a step of this size; ``divisor``: the metric times the size (None: ones)."""
-    if not isinstance(size, Tensor) and size == 0:
+    if _is_zero(size):
         return w
     if isinstance(penalty, LayerPenalty):
         size = float(size)
         if size == 0:
             return w
         return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
-    t, q = penalty.thresholds, penalty.squared
-    if isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w)):
-        t, q = _on_device(t, w.device), None if q is None else _on_device(q, w.device)
-    t, q = t * size, None if q is None else q * size**0.5
+    t, q = _scaled(penalty, w, size)
     if q is None or not penalty.joint:
         return run_prox(w, penalty.rings, t, q, divisor, penalty.linf)
     plain = not penalty.thresholds.any()
     return run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
+
+
+def _is_zero(size: Tensor | float) -> bool:
+    """Return whether a step's size is known to be 0 on the host."""
+    return not isinstance(size, Tensor) and size == 0
+
+
+def _scaled(penalty: StepPenalty, w: Tensor, size: Tensor | float) -> tuple[Tensor, Tensor | None]:
+    """Return thresholds and squared for a step of this size, where the prox of ``w`` takes them."""
+    t, q = penalty.thresholds, penalty.squared
+    if isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w)):
+        t, q = _on_device(t, w.device), None if q is None else _on_device(q, w.device)
+    return t * size, None if q is None else q * size**0.5
 
 
 def _size_and_divisor(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | None]:
@@ -103,9 +122,8 @@ def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
         for i in chosen:
             tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
     step(wide)
-    for i in chosen:
+    for i, w in shrink(wide, chosen):
         param = args.params[i]
-        w = shrink(wide, i, wide.params[i])
         if args.found_inf is not None:
             w = torch.where(args.found_inf.to(w.device) == 0, w, param.to(w.dtype))
         results = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)

@@ -5,7 +5,8 @@
 //
 // Threads that have returned are not waited for, as on GPUs since compute capability 7.0. All others must come to the
 // same barrier, by its place in the source; the lanes that a collective's mask names must come to the same collective
-// with the same mask. If no thread can go on, or a whole block waits at several barriers, that is reported.
+// with the same mask. If no thread can go on, a whole block waits at several barriers, or threads wait for one another
+// by atomic operations without end, that is reported.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,6 +32,8 @@ constexpr int kNone = -1;
 // With several resident blocks, the running one continues this many times on average before another one does: at
 // barriers and collectives, which all threads of a block pass, and at atomic operations.
 constexpr uint64_t kStayAtMeetings = 16, kStayAtAtomics = 2;
+// How many atomic operations may follow each other while no thread comes to a barrier or a collective.
+constexpr int64_t kMostAtomics = 1'000'000;
 constexpr uint64_t kPoison = ~uint64_t{0};
 
 struct Order {
@@ -85,7 +88,7 @@ class Grid {
            Order& order, SharedMemory& shared) {
     if (blocks.empty()) return;
     kernel_ = kernel, body_ = body, context_ = context, order_ = &order, shared_ = &shared;
-    blocks_ = &blocks, begun_ = 0, thread_count_ = threads;
+    blocks_ = &blocks, begun_ = 0, thread_count_ = threads, atomics_ = 0;
     residents_.assign(std::min<size_t>(most, blocks.size()), Resident{});
     for (Resident& resident : residents_) {
       if (resident_ != nullptr) shared_->take_away(number());
@@ -99,6 +102,7 @@ class Grid {
 
   // Lets other threads go on before the running one does, in a shuffled order.
   void yield() {
+    if (++atomics_ > kMostAtomics) report_waiting();
     if (resident_ == nullptr || order_->kind != Order::shuffled) return;
     Thread& thread = threads()[running_];
     thread.state = State::ready;
@@ -110,6 +114,7 @@ class Grid {
   // Waits for the others; returns the number of votes in the block, or what Meeting::source says.
   uint64_t meet(const Meeting& meeting) {
     const int self = running_;
+    atomics_ = 0;
     Thread& thread = threads()[self];
     thread.state = State::waiting;
     thread.at = meeting;
@@ -335,6 +340,11 @@ class Grid {
          kernel_, blockIdx.x, blockIdx.y, blockIdx.z, text.c_str(), returned);
   }
 
+  [[noreturn]] void report_waiting() const {
+    fail("%s, block (%u, %u, %u): %ld atomic operations without progress, threads wait for others that never come",
+         kernel_, blockIdx.x, blockIdx.y, blockIdx.z, kMostAtomics);
+  }
+
   int size() const { return thread_count_; }
 
   const char* kernel_ = "";
@@ -345,6 +355,7 @@ class Grid {
   const std::vector<uint64_t>* blocks_ = nullptr;
   size_t begun_ = 0;
   int thread_count_ = 0;
+  int64_t atomics_ = 0;  // since a thread last came to a barrier or a collective
   std::vector<Resident> residents_;
   Resident* resident_ = nullptr;  // the one that the running thread belongs to
   int running_ = 0;

@@ -10,9 +10,10 @@
 // CUDA_ON_CPU_LAST_BLOCKS=N lets only the last N blocks of every grid run.
 //
 // There are two devices (devices.h). Reported with a message and abort(): barriers and collectives that can never be
-// left, lanes that are missing from their own mask, more than 48 KB of shared memory, launches on a stream that is not
-// the current one or belongs to another device than the current one. Launches that a GPU refuses set
-// cudaErrorInvalidConfiguration, those of kernels that CUDA_ON_CPU_MISSING names cudaErrorNoKernelImageForDevice.
+// left, waiting without end by atomic operations, lanes that are missing from their own mask, more than 48 KB of shared
+// memory, launches on a stream that is not the current one or belongs to another device than the current one. Launches
+// that a GPU refuses set cudaErrorInvalidConfiguration, those of kernels that CUDA_ON_CPU_MISSING names
+// cudaErrorNoKernelImageForDevice.
 //
 // Static __shared__ variables hold NaN patterns when a block begins. Under AddressSanitizer they have its redzones
 // instead, only one block runs at a time, and memory may belong to the host or to a device alone (Owned in devices.h).

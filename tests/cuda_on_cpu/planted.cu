@@ -124,6 +124,12 @@ bool tickets() {
   return true;
 }
 
+bool meets_without_end() {
+  unsigned arrived = 0;
+  LOCO_LAUNCH(meet_one_too_many, 3, 32, nullptr, &arrived);
+  return true;
+}
+
 // Launches on a stream of `device`, which is the current one or not, while device 1 is current.
 template <int device, bool stale>
 bool streams() {
@@ -267,6 +273,7 @@ const Case kCases[] = {
     {"slots_shared", slots<Fault::shared_slot>},
     {"tickets", tickets<Fault::none>},
     {"tickets_early", tickets<Fault::early_ticket>},
+    {"meets_without_end", meets_without_end},
     {"stream", streams<1, false>},
     {"stream_of_another_device", streams<0, false>},
     {"stream_before", streams<1, true>},

@@ -89,6 +89,7 @@ def test_blocks_that_meet_in_memory_are_wrong_only_where_several_run_at_a_time(p
         ("sum_wrong_mask", "calls __shfl_xor_sync with the mask 0000ffff, which leaves it out"),
         ("shared_limit", "more than 49152 bytes of shared memory"),
         ("requested_limit", "more than 49152 bytes of shared memory"),
+        ("meets_without_end", "1000000 atomic operations without progress"),
     ],
 )
 @pytest.mark.parametrize("order", ["forward", "reverse", "1"])

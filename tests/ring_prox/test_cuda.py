@@ -4,18 +4,20 @@ The operators run against the reference; random calls run under sanitizers again
 tensor has an allocation of exactly its size."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from loco_ext import geometry, ops
+from loco_ext.ops.ring_prox import JointProx, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
 from tests.cuda_on_cpu import build, operators
 from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
-SOURCES = [
-    *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "filter_solver.cpp", "rows.cpp")),
+SHARED_SOURCES = [
+    *(f"ring_prox/{name}" for name in ("gpu_table.cpp", "filter_solver.cpp", "rows.cpp")),
     "common/cuda_upload.cu",
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -166,6 +168,82 @@ def test_filters_that_share_a_factor_find_the_references(compiled, dtype, size, 
         assert torch.equal(out == 0, expected == 0)
 
 
+def joint_calls(has_metric: bool, linf: bool) -> list[JointProx]:
+    """Return layers of all dtypes, sizes and layouts, one of one filter, one of none, two with NaN or infinity."""
+    calls = []
+    for k, (dtype, size) in enumerate(itertools.product(DTYPES, ["3x3", "one_weight", "wide", "one_tap"])):
+        wide = torch.randn(SIZES[size], dtype=torch.float64)
+        wide[0] *= 0.1
+        weight = laid(wide.to(dtype), ["contiguous", "strided", "channels_last"][k % 3])
+        weight = {1: weight[:1], 5: weight[:0]}.get(k, weight)
+        metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
+        rings, count = rings_of(weight.shape)
+        q = thresholds_for(wide, count, k % 2 == 1, linf, 0.3)[: len(weight) if k % 2 else None]
+        calls.append(JointProx(weight, rings, q * (k % 4) / 4, q, metric, linf))
+    calls[0].weight[1, 2, 0, 0], calls[2].weight[0, 1, 0, 0] = torch.nan, torch.inf
+    large = torch.randn(2, 1150, 1, 15)
+    calls.insert(3, replace(calls[2], weight=large, metric=large.square() + 0.5 if has_metric else None))
+    return calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_layers_that_share_a_launch_become_what_they_become_alone(compiled, mode):
+    library, calls = operators.library(compiled), joint_calls(*MODES[mode])
+    for order in ("forward", "1"):
+        library.set_order(order)
+        together = run_joint_kernels(calls)
+        library.set_order("forward")
+        for call, out in zip(calls, together, strict=True):
+            (alone,) = run_joint_kernels([call])
+            assert out.stride() == torch.empty_like(call.weight).stride()
+            assert same_bits(out, alone)
+    for call, out in zip(calls, together, strict=True):
+        counts = call.weight.flatten(1).isfinite().all(1)
+        weight, metric = call.weight[counts].double(), None if call.metric is None else call.metric[counts].double()
+        t, q = (value if value.dim() == 1 else value[counts] for value in (call.t, call.q))
+        expected = reference.ring_prox(weight, call.rings, t, q, metric, call.linf, True)
+        if len(expected) > 0:
+            assert_within_ulps(out[counts], expected, ULPS_OF_ROOTS[out.dtype], largest_of_kernels(weight).max())
+            assert torch.equal(out[counts] == 0, expected == 0)
+
+
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_layers_share_a_launch_if_one_of_their_kind_takes_as_many_threads(compiled):
+    def launches(calls: list[JointProx]) -> int:
+        before = library.launches()
+        run_joint_kernels(calls)
+        return library.launches() - before
+
+    library, q = operators.library(compiled), torch.full((1,), 0.2, dtype=torch.float64)
+    small = [JointProx(torch.randn(3, channels, 3, 3), [0] * 9, q, q, None, False) for channels in (1, 2, 64, 113)]
+    assert launches(small) == 1 + 1, "the table's and one more"
+    assert launches([*small, replace(small[0], weight=torch.randn(2, 114, 3, 3))]) == 1 + 2
+    assert launches([replace(call, weight=call.weight.double()) for call in small[:1]] + small) == 1 + 2
+    assert launches(small[:1] * 25) == 1 + 2, "a launch takes 24 layers"
+    assert launches([replace(small[0], weight=torch.empty(0, 1, 3, 3))]) == 0
+    shapes = [(2, channels, 3, 3) for channels in (3, 64, 128, 256, 512)] + [(2, c, 1, 1) for c in (64, 128, 256)]
+    of_resnet18 = [JointProx(w, [0] * w[0, 0].numel(), q, q, w.square() + 0.5, False) for w in map(torch.randn, shapes)]
+    assert launches(of_resnet18) == 1 + 4
+    assert run_joint_kernels([]) == []
+
+
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_wrong_lists_of_layers_are_refused():
+    prox = torch.ops.loco_ext_on_cpu.joint_ring_prox
+    w, t = torch.randn(2, 3, 3), torch.ones(1, dtype=torch.float64)
+    an_entry = "rings: expected one entry for each tap of each weight"
+    for message, call in [
+        ("weights: expected one or more", lambda: prox([w, w], [0] * 6, [t, t], [t], [], False)),
+        ("weights: expected one or more", lambda: prox([w, w], [0] * 6, [t, t], [t, t], [w], False)),
+        (an_entry, lambda: prox([w, w], [0] * 5, [t] * 2, [t] * 2, [], False)),
+        (an_entry, lambda: prox([w, w], [0] * 7, [t] * 2, [t] * 2, [], False)),
+        ("metric: expected weight's shape", lambda: prox([w, w], [0] * 6, [t] * 2, [t] * 2, [w, w[:1]], False)),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
 @pytest.mark.usefixtures("cuda_on_cpu")
 def test_filters_with_infinite_weights_and_nan_do_not_count_for_the_shared_factor():
     weight = torch.randn(5, 7, 3, 3)
@@ -307,11 +385,24 @@ def test_wrong_arguments_are_refused_before_anything_runs():
             call()
 
 
+def compile_check(folder: Path, kernels: str, program: str, sanitize: bool) -> Path:
+    """Compile a check program with all mistakes planted, none of which is made unless requested."""
+    sources = [build.CSRC / name for name in (f"ring_prox/{kernels}.cu", *SHARED_SOURCES)]
+    out = folder / f"{program}{'_sanitized' * sanitize}"
+    return build.compile_program(
+        [*sources, build.HERE / f"{program}.cpp"], out, sanitize=sanitize, defines=build.MISTAKES
+    )
+
+
 @pytest.fixture(scope="module")
 def check(compiled: Path) -> Path:
-    """Compile the check program with all mistakes planted, none of which is made unless requested."""
-    sources = [*(build.CSRC / name for name in SOURCES), build.HERE / "check_ring_prox.cpp"]
-    return build.compile_program(sources, compiled / "check_ring_prox", sanitize=True, defines=build.MISTAKES)
+    return compile_check(compiled, "cuda", "check_ring_prox", sanitize=True)
+
+
+@pytest.fixture(scope="module")
+def check_joint(compiled: Path) -> Path:
+    """Return a program without sanitizers, as these let one block run at a time."""
+    return compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=False)
 
 
 @pytest.mark.slow
@@ -343,3 +434,27 @@ def test_planted_mistakes_are_found(check: Path, mistake: str) -> None:
 @pytest.mark.slow
 def test_nothing_is_found_where_no_mistake_is_made(check: Path) -> None:
     assert not build.is_found(check, "", 60, ("forward", "eager"))
+
+
+@pytest.mark.slow
+def test_random_joint_calls_give_the_same_bits_in_every_order(check_joint: Path) -> None:
+    outputs = set()
+    for order in build.ORDERS:
+        done = build.run_program(check_joint, 0, 8, order=order)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1, outputs
+    assert outputs.pop().startswith("8 calls, ")
+
+
+@pytest.mark.slow
+def test_many_random_joint_calls_keep_to_their_memory(compiled: Path) -> None:
+    program = compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=True)
+    done = build.run_program(program, 100_000, 20, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["meeting", "release", "arrived", "layer"])
+def test_mistakes_where_blocks_meet_are_found(check_joint: Path, mistake: str) -> None:
+    assert build.is_found(check_joint, f"joint_{mistake}", 4, ("1", "2"))
