@@ -66,6 +66,9 @@ def run(data: bytes) -> bytes:
     return saved(results)
 
 
+LAYOUTS = {function.__name__: function for function in (plain, cut_out, samples_innermost, negated, expanded)}
+
+
 @pytest.mark.parametrize(
     ("shape", "layout", "dtypes"),
     covering(
@@ -80,7 +83,7 @@ def run(data: bytes) -> bytes:
             (1, 3, 4099),
             (0, 3, 4),
         ],
-        [plain, cut_out, samples_innermost, negated, expanded],
+        list(LAYOUTS),
         [(F64, F64), (F32, F32), (BF16, BF16), (F16, F16), (F32, F16), (F32, BF16), (F16, F32), (BF16, F32)],
     ),
     ids=str,
@@ -89,7 +92,7 @@ def test_the_kernel_copies_every_bit(interpreter_process: ProcessPoolExecutor, s
     numbers = torch.randn(shape)
     if BF16 in dtypes:  # the interpreter does not round to bfloat16 as GPUs do
         numbers = numbers.bfloat16()
-    x = layout(numbers.to(dtypes[0]))
+    x = LAYOUTS[layout](numbers.to(dtypes[0]))
     (found,) = loaded(interpreter_process.submit(run, saved([(x, dtypes[1])])).result())
     assert found.is_contiguous()
     assert same_bits(found, x.to(dtypes[1]).resolve_neg())
