@@ -17,18 +17,14 @@ class Rule(NamedTuple):
 
     id: int  # RuleId in csrc/optim_step/rules.h
     columns: tuple[str, ...]  # of hyper
-    states: tuple[str, ...]  # of a parameter, in order
-    optional: str  # the option that the last of the states is for
+    states: tuple[str, ...]  # of a parameter, as an optimizer's state names them, in order
+    optional: str  # the option without which there is no last state
     counts_steps: bool
 
 
 SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffer",), "momentum", False)
 ADAM = Rule(
-    1,
-    ("lr", "weight_decay", "beta1", "beta2", "eps"),
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "amsgrad",
-    True,
+    1, ("lr", "weight_decay", "beta1", "beta2", "eps"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", True
 )
 
 

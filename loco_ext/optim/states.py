@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from loco_ext.ops.step_args import ADAM, SGD
 from loco_ext.optim.options import Group, uses_kernels
 from loco_ext.optim.plan import Batch, check_not_captured, extend
 
-_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_MOMENTS = (*SGD.states, *ADAM.states)
 
 
 def state_dtype(param: Tensor, group: Group) -> torch.dtype:

@@ -41,22 +41,19 @@ def optim_step(args: StepArgs) -> None:
         words.store(param, w, 0)
 
 
-def prox_size(
-    rule: Rule, row: Sequence[Any], last: Tensor | None, step: Tensor | float | None
-) -> tuple[Any, Tensor | None]:
+def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) -> tuple[Any, Tensor | None]:
     """Return the size of the prox that ends a parameter's step, and its metric times that size (None: ones).
 
     Args:
         rule: the step's rule.
         row: the hyper-parameters, ``rule.columns``; the size is a tensor where the learning rate is one.
         last: the parameter's last state after the step, in the compute dtype; None if it has none.
-        step: its step count; None unless ``rule.counts_steps``.
+        step: its step count, a number or a tensor; any value unless ``rule.counts_steps``.
     """
     if rule is SGD:
         lr, _, momentum, dampening = row
         return (lr if last is None else lr * ((1 - dampening) / (1 - momentum))), None
     assert last is not None
-    assert step is not None
     lr, _, _, beta2, eps = row
     return lr, _denominator(last, step.double() if isinstance(step, Tensor) else step, beta2, eps)
 
