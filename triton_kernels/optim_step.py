@@ -12,7 +12,7 @@ prox after the step.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,8 +64,6 @@ def optim_step(args: StepArgs) -> Held:
     Raises:
         RuntimeError: the step cannot be made; nothing is written then.
     """
-    if args.rule.counts_steps and not args.flags.amsgrad:
-        args = replace(args, states=args.states[:2])
     with _device(args.params[0]):
         held = describe(args)
         _run(held, args)
@@ -96,11 +94,11 @@ def describe(args: StepArgs) -> Held:
 
 def upload_table(held: Held, device: torch.device) -> Table:
     """Return the step's table on the device."""
-    data, layout = held.table.numpy(), held.layout
+    data = held.table.numpy()
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
-    works = iter(layout[6:])
-    hyper, lrs, entries, nests, maps, chunks = layout[:6]
-    return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(works, works, works, strict=True)))
+    hyper, lrs, entries, nests, maps, chunks, *launches = held.layout
+    numbers = iter(launches)
+    return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(numbers, numbers, numbers, strict=True)))
 
 
 def prepare(table: Table, args: StepArgs) -> Tensor:

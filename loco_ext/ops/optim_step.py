@@ -93,25 +93,24 @@ def optim_step_sgd(
     """
     run_step(
         StepArgs(
-            SGD,
-            Flags(maximize, l1, nesterov=nesterov),
-            params,
-            grads,
-            [momentum_buffers] if momentum_buffers else [],
-            (),
-            hyper.contiguous(),
-            first or (),
-            () if group_index is None else group_index,
-            lrs,
-            lr_index,
-            maps,
-            () if map_index is None else map_index,
-            penalties,
-            grad_scale,
-            found_inf,
-            list(range(len(params))) if ordinals is None and seed is not None else ordinals or (),
-            seed,
-            rounding_step,
+            rule=SGD,
+            flags=Flags(maximize=maximize, l1=l1, nesterov=nesterov),
+            params=list(params),
+            grads=list(grads),
+            states=[list(momentum_buffers)] if momentum_buffers else [],
+            hyper=hyper.contiguous(),
+            first=list(first or ()),
+            group_index=list(group_index or ()),
+            lrs=list(lrs),
+            lr_index=list(lr_index),
+            maps=list(maps),
+            map_index=list(map_index or ()),
+            penalties=list(penalties),
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            ordinals=list(range(len(params)) if ordinals is None and seed is not None else ordinals or ()),
+            seed=seed,
+            rounding_step=rounding_step,
         )
     )
 
@@ -162,25 +161,24 @@ def optim_step_adam(
     """
     run_step(
         StepArgs(
-            ADAM,
-            Flags(maximize, l1, amsgrad=amsgrad, decoupled=decoupled),
-            params,
-            grads,
-            [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad or max_exp_avg_sqs else [])],
-            steps,
-            hyper.contiguous(),
-            (),
-            () if group_index is None else group_index,
-            lrs,
-            lr_index,
-            maps,
-            () if map_index is None else map_index,
-            penalties,
-            grad_scale,
-            found_inf,
-            list(range(len(params))) if ordinals is None and seed is not None else ordinals or (),
-            seed,
-            rounding_step,
+            rule=ADAM,
+            flags=Flags(maximize=maximize, l1=l1, amsgrad=amsgrad, decoupled=decoupled),
+            params=list(params),
+            grads=list(grads),
+            states=[list(tensors) for tensors in (exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else []))],
+            steps=list(steps),
+            hyper=hyper.contiguous(),
+            group_index=list(group_index or ()),
+            lrs=list(lrs),
+            lr_index=list(lr_index),
+            maps=list(maps),
+            map_index=list(map_index or ()),
+            penalties=list(penalties),
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            ordinals=list(range(len(params)) if ordinals is None and seed is not None else ordinals or ()),
+            seed=seed,
+            rounding_step=rounding_step,
         )
     )
 
@@ -246,7 +244,7 @@ def _triton() -> ModuleType:
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
     if isinstance(args.params[0], FakeTensor):  # there are no values to shrink
-        _run_kernels(chosen, replace(args, penalties=()), args)
+        _run_kernels(chosen, replace(args, penalties=[]), args)
         return
     native = chosen == "native"
     within = [

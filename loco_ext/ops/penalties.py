@@ -61,9 +61,20 @@ class StepPenalty:
         """Return whether the penalty is on all filters of a layer together."""
         return self.joint
 
-    def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
-        """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
-        return step * self.thresholds, None if self.squared is None else step**0.5 * self.squared
+    def scaled(self, step: float | Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them.
+
+        They are on the ``device``, or without one on the CPU, where a step that is a tensor cannot scale them.
+        """
+        t, q = _on_device(self.thresholds, device), None if self.squared is None else _on_device(self.squared, device)
+        return step * t, None if q is None else step**0.5 * q
+
+
+def _on_device(values: Tensor, device: torch.device | None) -> Tensor:
+    """Return a copy of a few numbers on the device; filling needs no wait, as a copy of host memory would."""
+    if device is None or device.type == "cpu":
+        return values
+    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import JointProx, joins_in_kernel, run_joint_kernels, run_joint_prox, run_prox
-from loco_ext.ops.step_args import SGD, StepArgs
-from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
+from loco_ext.ops.step_args import StepArgs
+from loco_ext.reference.optim_step import arithmetic_dtype, prox_size
 from loco_ext.reference.rounding import RoundedResults
 
 
@@ -42,9 +42,11 @@ def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[int, Tensor]
     for i in chosen:
         w, penalty = args.params[i], args.penalties[i]
         assert penalty is not None
-        size, divisor = _size_and_divisor(args, i, w.dtype)
+        last = args.states[-1][i] if args.states else None
+        step = args.steps[i] if args.rule.counts_steps else None
+        size, divisor = prox_size(args.rule, args.row_of(i), last, step)
         if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w) and not _is_zero(size):
-            t, q = _scaled(penalty, w, size)
+            t, q = penalty.scaled(size, w.device if isinstance(size, Tensor) else None)
             assert q is not None
             joint[i] = JointProx(w, penalty.rings, t, q, divisor, penalty.linf)
         else:
@@ -61,7 +63,8 @@ def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | 
         if size == 0:
             return w
         return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
-    t, q = _scaled(penalty, w, size)
+    on_device = isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w))
+    t, q = penalty.scaled(size, w.device if on_device else None)
     if q is None or not penalty.joint:
         return run_prox(w, penalty.rings, t, q, divisor, penalty.linf)
     plain = not penalty.thresholds.any()
@@ -71,39 +74,6 @@ def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | 
 def _is_zero(size: Tensor | float) -> bool:
     """Return whether a step's size is known to be 0 on the host."""
     return not isinstance(size, Tensor) and size == 0
-
-
-def _scaled(penalty: StepPenalty, w: Tensor, size: Tensor | float) -> tuple[Tensor, Tensor | None]:
-    """Return thresholds and squared for a step of this size, where the prox of ``w`` takes them."""
-    t, q = penalty.thresholds, penalty.squared
-    if isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w)):
-        t, q = _on_device(t, w.device), None if q is None else _on_device(q, w.device)
-    return t * size, None if q is None else q * size**0.5
-
-
-def _size_and_divisor(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | None]:
-    """Return the step size of the prox that ends a parameter's step, and the metric times that size (None: ones).
-
-    ``args``: the arguments, after the step. ``dtype``: the compute dtype.
-    """
-    group = args.group_of(index)
-    row = args.hyper[group].tolist()
-    tensor = args.lr_of(group)
-    lr = row[0] if tensor is None else tensor.double().reshape(())
-    if args.rule is SGD:
-        _, _, momentum, dampening = row
-        return lr * ((1 - dampening) / (1 - momentum)) if args.states else lr, None
-    *_, beta2, eps = row
-    second = args.states[2 if args.flags.amsgrad else 1][index].to(dtype)
-    correction = (1 - beta2 ** args.steps[index].double()).sqrt().to(second)
-    return lr, correctly_rounded_sqrt(second) / correction + eps
-
-
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a few numbers on the device; filling needs no wait, as a copy of host memory would."""
-    if device.type == "cpu":
-        return values
-    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
 @torch.no_grad()
@@ -120,7 +90,7 @@ def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     written = list(zip((wide.params, *wide.states), (args.params, *args.states), strict=True))
     for tensors, own in written:
         for i in chosen:
-            tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
+            tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))
     step(wide)
     for i, w in shrink(wide, chosen):
         param = args.params[i]

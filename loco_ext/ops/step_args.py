@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,16 +17,14 @@ class Rule(NamedTuple):
 
     id: int  # RuleId in csrc/optim_step/rules.h
     columns: tuple[str, ...]  # of hyper
-    states: tuple[str, ...]  # the lists of states, in order
+    states: tuple[str, ...]  # of a parameter, as an optimizer's state names them, in order
+    optional: str  # the option without which there is no last state
     counts_steps: bool
 
 
-SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffers",), False)
+SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffer",), "momentum", False)
 ADAM = Rule(
-    1,
-    ("lr", "weight_decay", "beta1", "beta2", "eps"),
-    ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
-    True,
+    1, ("lr", "weight_decay", "beta1", "beta2", "eps"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", True
 )
 
 
@@ -40,7 +38,7 @@ class Flags(NamedTuple):
     decoupled: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepArgs:
     """The arguments of a step; :mod:`loco_ext.ops.optim_step` describes them.
 
@@ -49,46 +47,47 @@ class StepArgs:
 
     rule: Rule
     flags: Flags
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # one list for each of the first names of rule.states
-    steps: Sequence[Tensor]  # empty unless rule.counts_steps
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]]  # one list for each of the first names of rule.states
+    steps: list[Tensor] = field(default_factory=list)  # empty unless rule.counts_steps
     hyper: Tensor  # float64, [groups, columns]
-    first: Sequence[int] = ()  # empty: all 0
-    group_index: Sequence[int] = ()  # empty: all 0
-    lrs: Sequence[Tensor] = ()  # any number
-    lr_index: Sequence[int] = ()  # [groups]; empty: all -1
-    maps: Sequence[Tensor] = ()  # any number
-    map_index: Sequence[int] = ()  # empty: all -1
-    penalties: Sequence[OfStep | None] = ()  # empty: all None
+    first: list[int] = field(default_factory=list)  # empty: all 0
+    group_index: list[int] = field(default_factory=list)  # empty: all 0
+    lrs: list[Tensor] = field(default_factory=list)  # any number
+    lr_index: list[int] = field(default_factory=list)  # [groups]; empty: all -1
+    maps: list[Tensor] = field(default_factory=list)  # any number
+    map_index: list[int] = field(default_factory=list)  # empty: all -1
+    penalties: list[OfStep | None] = field(default_factory=list)  # empty: all None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    ordinals: Sequence[int] = ()  # read only with a seed
+    ordinals: list[int] = field(default_factory=list)  # read only with a seed
     seed: int | None = None
     rounding_step: int = 0
     shapes: Tensor | None = None  # expected of params: dimensions and sizes of each, float64; None: not checked
 
-    def group_of(self, index: int) -> int:
-        """Return the row of ``hyper`` for a parameter."""
-        return self.group_index[index] if self.group_index else 0
+    def row_of(self, index: int) -> list[Any]:
+        """Return a parameter's row of ``hyper``, with its learning rate in place: a number, or a float64 tensor."""
+        group = self.group_index[index] if self.group_index else 0
+        row = self.hyper[group].tolist()
+        if self.lr_index and (which := self.lr_index[group]) >= 0:
+            row[0] = self.lrs[which].double().reshape(())
+        return row
 
     def map_of(self, index: int) -> Tensor | None:
         """Return the decay map of a parameter, None for uniform decay."""
         which = self.map_index[index] if self.map_index else -1
         return None if which < 0 else self.maps[which]
 
-    def lr_of(self, group: int) -> Tensor | None:
-        """Return the tensor that replaces the learning rate in a row of ``hyper``, None if there is none."""
-        which = self.lr_index[group] if self.lr_index else -1
-        return None if which < 0 else self.lrs[which]
-
-    def penalty_of(self, index: int) -> OfStep | None:
-        """Return the penalty of a parameter."""
-        return self.penalties[index] if self.penalties else None
+    def states_by_name(self) -> dict[str, list[Tensor]]:
+        """Return the lists of states, and the step counts as "step"."""
+        states = dict(zip(self.rule.states, self.states, strict=False))
+        return {**states, "step": self.steps} if self.rule.counts_steps else states
 
     def operands(self) -> dict[str, Sequence[Tensor]]:
         """Return the lists of tensors of the parameters' shapes, by name."""
-        return {"params": self.params, "grads": self.grads, **dict(zip(self.rule.states, self.states, strict=False))}
+        states = {f"{name}s": tensors for name, tensors in zip(self.rule.states, self.states, strict=False)}
+        return {"params": self.params, "grads": self.grads, **states}
 
     def written(self) -> tuple[Sequence[Tensor], ...]:
         """Return the lists of tensors that the step changes."""

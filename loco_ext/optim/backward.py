@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.optim.base import LocalityOptimizer
-from loco_ext.optim.options import Group, device_lr, uses_torch
-from loco_ext.optim.plan import Batch, BatchKey, Plan
+from loco_ext.optim.base import LocalityOptimizer, as_hyper
+from loco_ext.optim.options import Group, uses_torch
+from loco_ext.optim.plan import Batch, Plan
+from loco_ext.optim.states import add_states
 
 
 class StepsInBackward:
@@ -92,8 +95,8 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
             raise ValueError(f"{name}: expected a layer whose steps are not in backward already")
         if layer.weight.grad is not None:
             raise ValueError(f"{name}.weight: expected no gradient yet, as it would stay; set it to None")
-        group, _, _ = _place(optimizer, layer.weight)
-        _check_group(group)
+        index, _, _ = _place(optimizer, layer.weight)
+        _check_group(optimizer.param_groups[index])
     return StepsInBackward(optimizer, list(layers.values()))
 
 
@@ -122,25 +125,24 @@ class _BackwardStep:
             raise RuntimeError("step_in_backward: expected a layer that is used once in a forward, got a second use")
         if _processes() > 1:
             raise RuntimeError("step_in_backward: expected one process, as no gradients are averaged, got several")
-        group, plan, index = _place(optimizer, weight)
-        _check_group(group)
-        whole = _whole(optimizer, group, plan, index)
+        place = _place(optimizer, weight)
+        _check_group(optimizer.param_groups[place[0]])
+        whole = _whole(optimizer, *place)
         self._last_pass = number
-        _step(optimizer, optimizer._key(group, str(weight.device)), whole, parts)
+        _step(optimizer, whole, parts)
 
 
-def _step(optimizer: LocalityOptimizer, key: BatchKey, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
-    whole.check_capture(key)
+def _step(optimizer: LocalityOptimizer, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
+    whole.check_capture()
     counted = whole.steps
     for blocks, gradient in parts:
         part = _part(whole, blocks, gradient)
-        optimizer._launch_in_backend(key, part)
+        part.launch()
         counted = part.steps
         del part, gradient  # frees them before the next part's are computed
     for count, new in zip(whole.steps, counted, strict=True):
         count.copy_(new)
-    for param, name, tensor in whole.created:
-        optimizer.state[param][name] = tensor
+    optimizer._keep_created(whole)
     torch.autograd.graph.increment_version(whole.params)
 
 
@@ -149,12 +151,12 @@ def _processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _place(optimizer: LocalityOptimizer, weight: Tensor) -> tuple[Group, Plan, int]:
-    """Return the group that has a parameter, its plan and the parameter's index."""
-    for group, plan in zip(optimizer.param_groups, optimizer._current_plans(), strict=True):
-        for index, param in enumerate(plan.params):
+def _place(optimizer: LocalityOptimizer, weight: Tensor) -> tuple[int, Plan, int]:
+    """Return the index of the group that has a parameter, its plan and the parameter's index there."""
+    for index, plan in enumerate(optimizer._current_plans()):
+        for place, param in enumerate(plan.params):
             if param is weight:
-                return group, plan, index
+                return index, plan, place
     raise ValueError("optimizer: expected one that has the weights of all locally connected layers of the model")
 
 
@@ -166,15 +168,16 @@ def _check_group(group: Group) -> None:
             raise ValueError(f"{name}: expected None for steps in backward, got {group[name]!r}")
 
 
-def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -> Batch:
-    """Return the operator's arguments for all blocks, except the gradient."""
-    weight = plan.params[index]
-    lr = device_lr(group, weight.device)
-    decay_map = plan.map_of(index)
-    batch = Batch(params=[weight], group_index=[0], rows=[optimizer._row(group, lr)], lrs=[lr])
-    batch.maps, batch.map_index = ([], [-1]) if decay_map is None else ([decay_map], [0])
-    optimizer._add_states(group, [weight], batch)
-    for state in (state for states in batch.states for state in states):
+def _whole(optimizer: LocalityOptimizer, index: int, plan: Plan, place: int) -> Batch:
+    """Return the operator's arguments for all blocks, except the gradient; see :func:`_place`."""
+    group = optimizer.param_groups[index]
+    weight, decay_map = plan.params[place], plan.map_of(place)
+    batch = optimizer._batch(group, str(weight.device), {})
+    batch.params, batch.groups = [weight], [index]
+    batch.maps, batch.map_index = ([], []) if decay_map is None else ([decay_map], [0])
+    batch.hyper = as_hyper(optimizer._rows(batch))
+    add_states(batch, group, [weight], optimizer.state)
+    for state in chain.from_iterable(batch.states):
         if state.shape != weight.shape:
             raise RuntimeError(
                 f"optimizer: expected one that was given to grow and prune, got a state of shape {tuple(state.shape)} "
@@ -186,15 +189,11 @@ def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -
 def _part(whole: Batch, blocks: slice, gradient: Tensor) -> Batch:
     """Return the operator's arguments for a slice of the blocks."""
     count = len(whole.params[0])
-    return Batch(
+    return replace(
+        whole,
         params=[whole.params[0][blocks]],
         grads=[gradient],
         states=[[state[blocks] for state in states] for states in whole.states],
         steps=[step.clone() for step in whole.steps],  # each operator call increments the count of its own part
-        first=list(whole.first),
-        group_index=whole.group_index,
-        rows=whole.rows,
-        lrs=whole.lrs,
         maps=[each[blocks] if len(each) == count else each for each in whole.maps],
-        map_index=whole.map_index,
     )

@@ -9,8 +9,9 @@ applied.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,20 +19,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from loco_ext import ops
-from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.shrink import prox_of
-from loco_ext.ops.step_args import Flags, Rule, StepArgs
+from loco_ext.ops.step_args import Flags, Rule
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
-from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
+from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, lr_for, uses_torch
 from loco_ext.optim.penalty import from_plain, to_plain
-from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, same_objects, select
-from loco_ext.optim.states import check_states, restore_states
+from loco_ext.optim.plan import Batch, Plan, make_plan, resolve_negated_grads, same_objects, select
+from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
-from loco_ext.reference.optim_step import arithmetic_dtype
+from loco_ext.reference.optim_step import arithmetic_dtype, prox_size
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
@@ -40,13 +39,6 @@ _IMPLEMENTATION_KEYS = ("foreach", "fused")
 def as_hyper(rows: list[list[float]]) -> Tensor:
     """Return the rows of hyper-parameters as the operators take them: a float64 CPU tensor."""
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def _indexed(lrs: list[Tensor | None]) -> tuple[list[Tensor], Sequence[int]]:
-    """Return the groups' learning rates that are tensors, and the index of each group's, as StepArgs takes them."""
-    tensors = [lr for lr in lrs if lr is not None]
-    places = iter(range(len(tensors)))
-    return tensors, [-1 if lr is None else next(places) for lr in lrs] if tensors else ()
 
 
 def _says_how(option: Any) -> bool:
@@ -178,11 +170,7 @@ class LocalityOptimizer(Optimizer):
         if cache is None or not cache.fill(self._plans, groups, self.state):
             return False
         for batch in cache.batches:
-            args, own = batch.args, [groups[i] for i in batch.groups]
-            lrs = [device_lr(group, batch.device) for group in own]
-            args.lrs, args.lr_index = _indexed(lrs)
-            args.grad_scale, args.found_inf = self._amp_scalars(batch.device)
-            batch.hyper[:] = [self._row(group, lr) for group, lr in zip(own, lrs, strict=True)]
+            batch.hyper[:] = self._rows(batch.args)
         made = cache.step()
         cache.forget()
         if made:
@@ -202,62 +190,53 @@ class LocalityOptimizer(Optimizer):
         before, self._collected = self._collected, []
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
-        for key, batch in batches.items():
+        for batch in batches:
             batch.localize()
-            batch.check_capture(key)
+            batch.check_capture()
+            batch.hyper = as_hyper(self._rows(batch))
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:
             # All batches are checked before the first is stepped; with found_inf set, a step only makes its checks.
-            for key, batch in batches.items():
-                self._launch_in_backend(key, batch, torch.ones((), device=batch.params[0].device))
+            for batch in batches:
+                replace(batch, found_inf=torch.ones((), device=batch.params[0].device)).launch()
         for group, plan in by_torch:
             own_step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
             step_with_torch(self, group, plan, partial(own_step, self))
             self._shrink(group, plan)
-        for key, batch in batches.items():
-            self._launch_in_backend(key, batch)
-            for param, name, tensor in batch.created:
-                self.state[param][name] = tensor
+        for batch in batches:
+            batch.launch()
+            self._keep_created(batch)
         if not by_torch:
-            self._collected = [param for batch in batches.values() for param in batch.params]
+            self._collected = [param for batch in batches for param in batch.params]
             # A cache that no next step fits would be made in vain: other parameters may have gradients in each step.
             if same_objects(self._collected, before) and StepCache.possible(plans, batches):
-                cached = [
-                    CachedBatch(
-                        self._arguments(key, batch, None),
-                        batch.groups,
-                        self.state,
-                        self._state_names(self.param_groups[batch.groups[0]]),
-                    )
-                    for key, batch in batches.items()
-                ]
-                self._cache = StepCache(plans, cached, self.state)
+                self._cache = StepCache(plans, [CachedBatch(batch, self.state) for batch in batches], self.state)
 
-    def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
-        """Return the parameters of all groups that the fused step serves, batched by key."""
-        batches: dict[BatchKey, Batch] = {}
+    def _collect(self, plans: list[Plan]) -> list[Batch]:
+        """Return the parameters of all groups that the fused step serves; groups of the same key share a batch."""
+        batches: dict[object, Batch] = {}
         ordinal = 0
         for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
             for selection in [] if uses_torch(group) else select(plan):
-                key = self._key(group, selection.device)
-                batch = batches.setdefault(key, Batch())
-                lr = device_lr(group, selection.params[0].device)
-                batch.add(selection, plan, index, self._row(group, lr), lr, None if key.seed is None else ordinal)
-                self._add_states(group, selection.params, batch)
+                batch = self._batch(group, selection.device, batches)
+                batch.add(selection, plan, index, ordinal)
+                add_states(batch, group, selection.params, self.state)
             ordinal += len(plan.params)
-        return batches
+        return list(batches.values())
 
-    def _nothing_may_change(self, batches: dict[BatchKey, Batch]) -> bool:
+    def _nothing_may_change(self, batches: list[Batch]) -> bool:
         """Return whether found_inf is set; read it from a GPU only if uninitialised buffers would be written."""
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is None or not any(any(batch.first) for batch in batches.values()):
+        if found_inf is None or not any(any(batch.first) for batch in batches):
             return False
         return found_inf.item() != 0
 
-    def _launch_in_backend(self, key: BatchKey, batch: Batch, found_inf: Tensor | None = None) -> None:
-        with ops.backend("reference") if key.reference else nullcontext():
-            self._launch(key, batch, found_inf)
+    def _keep_created(self, batch: Batch) -> None:
+        """Keep the states that a step has created, now that it has been made."""
+        for param, name, tensor in batch.created:
+            self.state[param][name] = tensor
+        batch.created = []
 
     def _current_plans(self) -> list[Plan]:
         plans = self._plans
@@ -265,77 +244,55 @@ class LocalityOptimizer(Optimizer):
             self._plans = plans = [self._check_group(group) for group in self.param_groups]
         return plans
 
-    def _launch(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> None:
-        """Make the operator call; with ``found_inf``, which replaces GradScaler's, it checks and changes nothing."""
-        run_step(self._arguments(key, batch, found_inf))
-
-    def _arguments(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> StepArgs:
-        """Return the arguments of the operator call; ``found_inf`` replaces GradScaler's."""
-        lrs, lr_index = _indexed(batch.lrs)
-        grad_scale, scaler_found_inf = self._amp_scalars(batch.params[0].device)
-        return StepArgs(
-            self._rule,
-            key.flags,
-            batch.params,
-            batch.grads,
-            batch.states[: key.states],
-            batch.steps,
-            as_hyper(batch.rows),
-            batch.first,
-            batch.group_index if len(batch.rows) > 1 else (),
-            lrs,
-            lr_index,
-            batch.maps,
-            batch.map_index if batch.maps else (),
-            batch.penalties,
-            grad_scale,
-            scaler_found_inf if found_inf is None else found_inf,
-            batch.ordinals,
-            key.seed,
-            key.rounding_step,
-        )
-
-    def _amp_scalars(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return GradScaler's grad_scale and found_inf on the device, None where there is none."""
+    def _rows(self, batch: Batch) -> list[list[float]]:
+        """Return the batch's rows of ``hyper``, and give it the scalars that its device reads."""
+        device = batch.params[0].device
         scalars = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scale, found_inf = (None if scalar is None else scalar.to(device) for scalar in scalars)
-        return scale, found_inf
+        batch.grad_scale, batch.found_inf = (None if scalar is None else scalar.to(device) for scalar in scalars)
+        groups = [self.param_groups[i] for i in batch.groups]
+        lrs = [device_lr(group, device) for group in groups]
+        batch.lrs = [lr for lr in lrs if lr is not None]
+        places = iter(range(len(batch.lrs)))
+        batch.lr_index = [-1 if lr is None else next(places) for lr in lrs] if batch.lrs else []
+        pairs = zip(groups, lrs, strict=True)
+        return [[float(group["lr"]) if lr is None else 0.0, *map(float, self._hyper(group))] for group, lr in pairs]
 
-    def _key(self, group: Group, device: str) -> BatchKey:
-        """Return the key of the batch that steps a group's parameters on one device."""
-        return BatchKey(
-            device,
-            group["fused"] is False,
-            len(self._state_names(group)),
-            self._flags(group),
-            group["stochastic_rounding"],
-            group["rounding_step"],
+    def _batch(self, group: Group, device: str, batches: dict[object, Batch]) -> Batch:
+        """Return the one of ``batches`` for parameters of the group on a device; if there is none, add an empty one."""
+        flags = Flags(
+            maximize=bool(group["maximize"]),
+            l1=group["norm"] == "l1",
+            nesterov=bool(group.get("nesterov")),
+            amsgrad=bool(group.get("amsgrad")),
+            decoupled=bool(group.get("decoupled_weight_decay")),
         )
+        states, reference = len(self._state_names(group)), group["fused"] is False
+        seed, step = group["stochastic_rounding"], group["rounding_step"]
+        key = device, flags, states, reference, seed, step
+        if key not in batches:
+            lists: list[list[Tensor]] = [[] for _ in range(states)]
+            batches[key] = Batch(
+                rule=self._rule, flags=flags, states=lists, reference=reference, seed=seed, rounding_step=step
+            )
+        return batches[key]
 
     _rule: Rule
 
-    def _flags(self, group: Group) -> Flags:
-        """Return the operator's flags for a group."""
+    def _hyper(self, group: Group) -> tuple[Any, ...]:
+        """Return the group's row of ``hyper`` without the learning rate."""
         raise NotImplementedError
 
     def _state_names(self, group: Group) -> tuple[str, ...]:
         """Return the keys of the states that each parameter of the group has, without the step count."""
-        raise NotImplementedError
+        names = self._rule.states
+        return names if group[self._rule.optional] else names[:-1]
 
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the size of the prox that belongs to the parameter's last step, and its metric times that size.
-
-        The size is a number, or a tensor where the learning rate is one. The metric is None if it is that of ones.
-        """
-        raise NotImplementedError
-
-    def _row(self, group: Group, lr: Tensor | None) -> list[float]:
-        """Return the group's row of ``hyper``; its learning rate is not read if the device reads it from ``lr``."""
-        raise NotImplementedError
-
-    def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
-        """Add the states of the group's parameters to the batch; missing ones are created for this step."""
-        raise NotImplementedError
+        """Return the size of the prox that belongs to the parameter's last step, and its metric times that size."""
+        state, names = self.state.get(param, {}), self._state_names(group)
+        last = state.get(names[-1]) if names else None
+        last = None if last is None else last.to(arithmetic_dtype(param))
+        return prox_size(self._rule, (lr_for(param, group), *self._hyper(group)), last, state.get("step"))
 
     def _shrink(self, group: Group, plan: Plan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from loco_ext.geometry.attached_pattern import pattern_of
+from loco_ext.ops import backend
+from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.penalties import LayerPenalty, OfStep
-from loco_ext.ops.step_args import Flags
+from loco_ext.ops.step_args import StepArgs
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.options import Group
 from loco_ext.optim.penalty import step_penalties
@@ -161,62 +164,46 @@ def _only_device(params: list[Tensor]) -> str | None:
     return str(devices.pop()) if len(devices) == 1 else None
 
 
-@dataclass
-class Batch:
-    """The arguments of one operator call, as lists parallel to params."""
+_NO_ROWS = torch.empty(0)
 
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=lambda: [[], [], []])
-    steps: list[Tensor] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)  # the optimizer's groups that have a row
-    group_index: list[int] = field(default_factory=list)
-    rows: list[list[float]] = field(default_factory=list)
-    # For each group: its learning rate as a tensor that the device reads; None if the row has it.
-    lrs: list[Tensor | None] = field(default_factory=list)
-    maps: list[Tensor] = field(default_factory=list)
-    map_index: list[int] = field(default_factory=list)
-    penalties: list[OfStep | None] = field(default_factory=list)  # empty if no parameter has one
-    ordinals: list[int] = field(default_factory=list)
+
+@dataclass(kw_only=True)
+class Batch(StepArgs):
+    """The arguments of one operator call, collected group by group."""
+
+    hyper: Tensor = _NO_ROWS  # until the groups are known
+    reference: bool  # whether the reference makes the step
+    groups: list[int] = field(default_factory=list)  # for each row of hyper, the index of the optimizer's group
     # (parameter, key, tensor) of the states created for this step; stored once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add(
-        self, selection: Selection, plan: Plan, group: int, row: list[float], lr: Tensor | None, ordinal: int | None
-    ) -> None:
-        """Add the selected parameters of a group.
-
-        Args:
-            selection: the parameters.
-            plan: the group's plan.
-            group: its index among the optimizer's groups.
-            row: its row of ``hyper``.
-            lr: its learning rate as a tensor that the device reads, or None.
-            ordinal: that of the group's first parameter, None if not needed.
-        """
+    def add(self, selection: Selection, plan: Plan, group: int, ordinal: int) -> None:
+        """Add the selected parameters of a group, given by its index and the ordinal of its first parameter."""
+        count, before = len(selection.params), len(self.params)
         self.plain &= plan.plain
-        if selection.penalties or self.penalties:
-            self.penalties += [None] * (len(self.params) - len(self.penalties))
-            self.penalties += selection.penalties or [None] * len(selection.params)
+        base = len(self.maps)
+        map_index = [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
+        extend(self.map_index, -1, before, map_index if plan.maps else [], count)
+        extend(self.group_index, 0, before, [len(self.groups)] * count if self.groups else [], count)
+        extend(self.penalties, None, before, selection.penalties, count)
+        self.maps += plan.maps
+        self.groups.append(group)
         self.params += selection.params
         self.grads += selection.grads
-        self.groups.append(group)
-        self.group_index += [len(self.rows)] * len(selection.params)
-        self.rows.append(row)
-        self.lrs.append(lr)
-        base = len(self.maps)
-        self.maps += plan.maps
-        self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
-        if ordinal is not None:
+        if self.seed is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
 
-    def check_capture(self, key: BatchKey) -> None:
+    def launch(self) -> None:
+        """Make the operator call."""
+        with backend("reference") if self.reference else nullcontext():
+            run_step(self)
+
+    def check_capture(self) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""
         if self.created:
             check_not_captured(self.params[0])
-        if key.seed is not None and _is_captured(self.params[0]):
+        if self.seed is not None and _is_captured(self.params[0]):
             raise RuntimeError(
                 "stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike"
             )
@@ -224,9 +211,19 @@ class Batch:
     def localize(self) -> None:
         """Replace DTensors by their local shards, which the step updates in place."""
         if not self.plain:
-            maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
+            maps = [self.map_of(i) for i in range(len(self.params))]
             penalties = self.penalties or [None] * len(self.params)
             local_tensors(self.params, self.grads, [*self.states, self.steps], maps, penalties)
+
+
+def extend(values: list[Any], default: Any, before: int, more: Sequence[Any], count: int) -> None:
+    """Extend a list, empty while all entries are the default, that stands for ``before`` entries.
+
+    ``more``: the ``count`` further entries, or empty if they are the default.
+    """
+    if values or more:
+        values += [default] * (before - len(values))
+        values += more or [default] * count
 
 
 def check_not_captured(param: Tensor) -> None:
@@ -238,14 +235,3 @@ def check_not_captured(param: Tensor) -> None:
 def _is_captured(param: Tensor) -> bool:
     """Return whether a CUDA graph is capturing the current stream of the parameter's device."""
     return param.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-class BatchKey(NamedTuple):
-    """Properties of a batch: one operator call steps all groups that agree in them."""
-
-    device: str
-    reference: bool
-    states: int  # states of each parameter
-    flags: Flags
-    seed: int | None
-    rounding_step: int

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import step_args
-from loco_ext.ops.step_args import Flags
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, with_options
-from loco_ext.optim.plan import Batch
-from loco_ext.optim.states import new_state
+from loco_ext.optim.options import Group, check_hyper, own_options, with_options
 from loco_ext.penalties import Penalty
 
 
@@ -96,32 +93,5 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
 
     _rule = step_args.SGD
 
-    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, None]:
-        momentum = group["momentum"]
-        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
-        return lr_for(param, group) * undamped, None
-
-    def _flags(self, group: Group) -> Flags:
-        return Flags(bool(group["maximize"]), group["norm"] == "l1", nesterov=bool(group["nesterov"]))
-
-    def _state_names(self, group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-    def _row(self, group: Group, lr: Tensor | None) -> list[float]:
-        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in self._rule.columns[1:])]
-
-    def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
-        if group["momentum"] != 0:
-            self._add_buffers(group, params, batch)
-
-    def _add_buffers(self, group: Group, params: list[Tensor], batch: Batch) -> None:
-        states, nothing = self.state, dict[str, Tensor]()
-        buffers = [states.get(p, nothing).get("momentum_buffer") for p in params]
-        missing = [i for i, buffer in enumerate(buffers) if buffer is None]
-        if missing or batch.first:
-            batch.first += [0] * (len(batch.states[0]) - len(batch.first))
-            batch.first += [int(buffer is None) for buffer in buffers]
-        for i in missing:
-            buffers[i] = new_state(params[i], group)
-            batch.created.append((params[i], "momentum_buffer", buffers[i]))
-        batch.states[0] += buffers
+    def _hyper(self, group: Group) -> tuple[Any, ...]:
+        return group["weight_decay"], group["momentum"], group["dampening"]

@@ -1,9 +1,9 @@
-"""States of parameters: new ones, and those that a state dict brings."""
+"""States of parameters: those of a step, new ones, and those that a state dict brings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from loco_ext.optim.options import Group
+from loco_ext.ops.step_args import ADAM, SGD
+from loco_ext.optim.options import Group, uses_kernels
+from loco_ext.optim.plan import Batch, check_not_captured, extend
 
-_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_MOMENTS = (*SGD.states, *ADAM.states)
 
 
 def state_dtype(param: Tensor, group: Group) -> torch.dtype:
@@ -22,9 +24,37 @@ def state_dtype(param: Tensor, group: Group) -> torch.dtype:
     return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
 
 
+def add_states(batch: Batch, group: Group, params: list[Tensor], states: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    """Add the states of the group's parameters to the batch; missing ones are created for this step."""
+    nothing = dict[str, Tensor]()
+    owned = [states.get(p, nothing) for p in params]
+    for name, tensors in batch.states_by_name().items():
+        try:
+            more: list[Any] = [state[name] for state in owned]
+            complete = name != "momentum_buffer"  # which may also be None
+        except KeyError:
+            more, complete = [state.get(name) for state in owned], False
+        new: Sequence[int] = () if complete else [i for i, tensor in enumerate(more) if tensor is None]
+        if name == "momentum_buffer":
+            extend(batch.first, 0, len(tensors), [int(tensor is None) for tensor in more] if new else [], len(more))
+        for i in new:
+            more[i] = _new_state(name, params[i], group)
+        if name == "step" and uses_kernels(group, params[0]) and not all([count.is_cuda for count in more]):
+            check_not_captured(params[0])  # a checkpoint may hold the counts on the CPU
+            more = [count.to(param.device) for count, param in zip(more, params, strict=True)]
+            new = range(len(more))
+        batch.created += [(params[i], name, more[i]) for i in new]
+        tensors += more
+
+
 @torch.inference_mode(False)  # later steps may run outside inference mode, so no state may be an inference tensor
-def new_state(param: Tensor, group: Group) -> Tensor:
-    """Return zeros for a state of the parameter, with its strides."""
+def _new_state(name: str, param: Tensor, group: Group) -> Tensor:
+    """Return zeros for a state of the parameter, with its strides unless it is the step count."""
+    if name == "step":
+        on_device = group["capturable"] or group["fused"] or uses_kernels(group, param)
+        double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        dtype = torch.float64 if double else torch.float32
+        return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
     return torch.zeros_like(param, dtype=state_dtype(param, group), memory_format=torch.preserve_format)
 
 

@@ -9,7 +9,7 @@ library reads and checks every gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.ops.step_checks import check_scalars, check_step
 from loco_ext.optim.options import Group
-from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
+from loco_ext.optim.plan import Batch, Plan, same_objects
 
 # The library for CPU tensors has it, and reads tensors on other devices as well. Without a library there is no cache.
 _SameTensors: Any = getattr(backends.library, "SameTensors", None)
@@ -36,17 +36,15 @@ class CachedBatch:
 
     Args:
         args: of the call, which has been made; they are changed.
-        groups: the indices of the optimizer's groups whose rows ``args.hyper`` has.
         state: the optimizer's state.
-        names: the keys of the lists of states in each entry of ``state``.
     """
 
-    def __init__(self, args: StepArgs, groups: list[int], state: States, names: Sequence[str]) -> None:
-        self.args, self.groups, self.device = args, groups, args.params[0].device
+    def __init__(self, args: Batch, state: States) -> None:
+        self.args, self.device = args, args.params[0].device
         self._chosen = backends.choose("optim_step", self.device)
-        self._names = (*names, "step") if args.rule.counts_steps else tuple(names)
+        self._names = tuple(args.states_by_name())
         self.hyper = np.zeros(args.hyper.shape)  # to be filled for each step
-        args.hyper, args.first = torch.from_numpy(self.hyper), ()
+        args.hyper, args.first = torch.from_numpy(self.hyper), []
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
         self._held: tuple[Any, Any] | None = None  # the addresses of a kept step's tensors, and the step
@@ -78,7 +76,7 @@ class CachedBatch:
             lists = [[tensors[name] for tensors in self._states] for name in self._names]
         except KeyError:
             return False
-        self.args.steps = lists.pop() if self.args.rule.counts_steps else ()
+        self.args.steps = lists.pop() if self.args.rule.counts_steps else []
         self.args.states = lists
         return True
 
@@ -109,7 +107,7 @@ class CachedBatch:
 
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
-        self.args.grads = self.args.states = self.args.steps = ()
+        self.args.grads, self.args.states, self.args.steps = [], [], []
         self._states, self._written = [], None
 
 
@@ -133,11 +131,11 @@ class StepCache:
         self.forget()
 
     @staticmethod
-    def possible(plans: list[Plan], batches: Mapping[BatchKey, Batch]) -> bool:
+    def possible(plans: list[Plan], batches: list[Batch]) -> bool:
         """Return whether the step that these batches made was nothing but calls of kernels."""
         if not batches or any(plan.folded or plan.fake_mode is not None for plan in plans):
             return False
-        return all(_is_plain_call(key, batch) for key, batch in batches.items())
+        return all(map(_is_plain_call, batches))
 
     def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
         """Give the calls their gradients and states; return False if something else has changed."""
@@ -166,14 +164,14 @@ class StepCache:
             batch.forget()
 
 
-def _is_plain_call(key: BatchKey, batch: Batch) -> bool:
-    if key.reference or key.seed is not None or not batch.plain:
+def _is_plain_call(batch: Batch) -> bool:
+    if batch.reference or batch.seed is not None or not batch.plain:
         return False
     chosen = backends.choose("optim_step", batch.params[0].device)
     return chosen != "reference" and (_within_kernels(batch) if chosen == "native" else not batch.penalties)
 
 
-def _within_kernels(args: StepArgs | Batch) -> bool:
+def _within_kernels(args: StepArgs) -> bool:
     return all(map(applied_by_kernels, args.params, args.penalties))
 
 

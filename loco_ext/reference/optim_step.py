@@ -5,18 +5,18 @@ Operations, order and fused multiply-adds match those of the kernels, so that in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from loco_ext.ops.step_args import SGD, StepArgs
+from loco_ext.ops.step_args import SGD, Rule, StepArgs
 from loco_ext.reference.ring_prox import ring_prox
 from loco_ext.reference.rounding import RoundedResults
 
-# A parameter after its step, and the step size and the metric (None: none) of the prox that may follow.
-_Stepped: TypeAlias = tuple[Tensor, float, Callable[[], Tensor] | None]
+# A parameter after its step, and its last state, None if it has none; both in the compute dtype.
+_Stepped: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 def arithmetic_dtype(param: Tensor) -> torch.dtype:
@@ -28,28 +28,51 @@ def optim_step(args: StepArgs) -> None:
     """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`."""
     if args.found_inf is not None and args.found_inf.item() != 0:
         return
-    rows = _rows(args)
     for i, param in enumerate(args.params):
         w = param.to(arithmetic_dtype(param))
         g = _gradient(args.grads[i], w, args.grad_scale, args.flags.maximize)
         words = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
-        step = _sgd if args.rule is SGD else _adam
-        w, size, metric = step(args, i, rows[args.group_of(i)], w, g, words)
-        penalty = args.penalty_of(i)
-        if penalty is not None and size != 0:
-            w = _prox(w, penalty, size, None if metric is None else metric())
+        row = args.row_of(i)
+        row[0] = float(row[0])
+        w, last = (_sgd if args.rule is SGD else _adam)(args, i, row, w, g, words)
+        if args.penalties and (penalty := args.penalties[i]) is not None:
+            step = args.steps[i].item() if args.rule.counts_steps else None
+            w = _prox(w, penalty, *prox_size(args.rule, row, last, step))
         words.store(param, w, 0)
+
+
+def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) -> tuple[Any, Tensor | None]:
+    """Return the size of the prox that ends a parameter's step, and its metric times that size (None: ones).
+
+    Args:
+        rule: the step's rule.
+        row: the hyper-parameters, ``rule.columns``; the size is a tensor where the learning rate is one.
+        last: the parameter's last state after the step, in the compute dtype; None if it has none.
+        step: its step count, a number or a tensor; any value unless ``rule.counts_steps``.
+    """
+    if rule is SGD:
+        lr, _, momentum, dampening = row
+        return (lr if last is None else lr * ((1 - dampening) / (1 - momentum))), None
+    assert last is not None
+    lr, _, _, beta2, eps = row
+    return lr, _denominator(last, step.double() if isinstance(step, Tensor) else step, beta2, eps)
+
+
+def _denominator(v: Tensor, step: Tensor | float, beta2: float, eps: float) -> Tensor:
+    """Return Adam's ``sqrt(v / (1 - beta2^step)) + eps``."""
+    return correctly_rounded_sqrt(v) / _cast((1 - beta2**step) ** 0.5, v) + eps
 
 
 def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
     lr, weight_decay, momentum, dampening = row
+    b = None
     d = _decayed(g, w, weight_decay, args.map_of(i), args.flags.l1)
     for buffers in args.states:  # none without momentum
         first = args.first and args.first[i]
         b = d if first else _fma(1 - dampening, d, buffers[i].to(w.dtype) * momentum)
         words.store(buffers[i], b, 1)
         d = _fma(momentum, b, d) if args.flags.nesterov else b
-    return _fma(-lr, d, w), lr * (_undamped(momentum, dampening) if args.states else 1.0), None
+    return _fma(-lr, d, w), b
 
 
 def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
@@ -70,29 +93,17 @@ def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words:
     if args.flags.amsgrad:
         v = torch.maximum(max_exp_avg_sqs[0][i].to(w.dtype), v)
         words.store(max_exp_avg_sqs[0][i], v, 3)
-    denominator = correctly_rounded_sqrt(v) / (1 - beta2**step) ** 0.5 + eps
-    w = w + -(lr / (1 - beta1**step)) * m / denominator
-    return w, float(lr != 0), lambda: denominator / lr
+    return w + -(lr / (1 - beta1**step)) * m / _denominator(v, step, beta2, eps), v
 
 
-def _undamped(momentum: float, dampening: float) -> float:
-    """Return the step size that a constant gradient approaches, in units of the learning rate."""
-    return (1 - dampening) / (1 - momentum)
-
-
-def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor:
+def _prox(w: Tensor, penalty: Any, size: float, divisor: Tensor | None) -> Tensor:
+    if size == 0:
+        return w
+    step, metric = (size, None) if divisor is None else (1.0, divisor / size)
     if hasattr(penalty, "prox"):  # a LayerPenalty
         return penalty.prox(w, step, metric)
     thresholds, squared = penalty.scaled(step)
     return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.joint)
-
-
-def _rows(args: StepArgs) -> list[list[float]]:
-    rows = args.hyper.tolist()
-    for group, row in enumerate(rows):
-        if (lr := args.lr_of(group)) is not None:
-            row[0] = lr.item()
-    return rows
 
 
 def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:

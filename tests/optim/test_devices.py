@@ -47,10 +47,7 @@ def test_step_counts_live_on_the_gpu_only_for_our_kernels():
 @pytest.mark.parametrize(("is_cuda", "capturing"), [(True, True), (True, False), (False, True)])
 def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cuda, capturing, seed, created):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    rule, batch = (
-        SimpleNamespace(seed=seed),
-        SimpleNamespace(created=created, params=[SimpleNamespace(is_cuda=is_cuda)]),
-    )
+    batch = SimpleNamespace(seed=seed, created=created, params=[SimpleNamespace(is_cuda=is_cuda)])
     expected = nullcontext()
     if is_cuda and capturing and (created or seed is not None):
         reason = (
@@ -58,4 +55,4 @@ def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cu
         )
         expected = pytest.raises(RuntimeError, match=reason)
     with expected:
-        Batch.check_capture(batch, rule)
+        Batch.check_capture(batch)

@@ -23,7 +23,7 @@ with_interpreter = pytest.mark.parametrize(
     "kernels", [*KERNELS, pytest.param("interpreter", marks=needs_triton)], indirect=True
 )
 RULES = {"sgd": SGD, "adam": ADAM}
-STATES = {name: rule.states for name, rule in RULES.items()}
+STATES = {name: [f"{state}s" for state in rule.states] for name, rule in RULES.items()}
 HYPER = {"sgd": (0.05, 0.3, 0.9, 0.1), "adam": (0.05, 0.3, 0.9, 0.99, 1e-8)}
 Layout = Callable[[Tensor], Tensor]
 
@@ -102,11 +102,12 @@ class Case:
     def arguments(self) -> StepArgs:
         """Return the arguments as the backends take them."""
         rule, options = RULES[self.rule], dict(self.options)
-        states = [states for name in STATES[self.rule] if (states := self.lists[name])]
+        names = STATES["adam"][:2] if self.rule == "adam" and not options.get("amsgrad") else STATES[self.rule]
+        states = [states for name in names if (states := self.lists[name])]
         flags = Flags(**{name: options.pop(name) for name in Flags._fields if name in options})
         given = {"ordinals": list(range(len(self.params))), **options}
-        lists = (self.params, self.lists["grads"], states, self.lists.get("steps", ()))
-        return StepArgs(rule, flags, *lists, self.hyper, **given)
+        given |= {"params": self.params, "grads": self.lists["grads"], "steps": self.lists.get("steps", [])}
+        return StepArgs(rule=rule, flags=flags, states=states, hyper=self.hyper, **given)
 
     def step(self, backend: str | None = None, here: bool = False) -> Case:
         """Step by the backend, ELSEWHERE if it is the compiled kernels and not ``here``."""

@@ -69,7 +69,8 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
     w, g = (reserved(numel * stride, torch.bfloat16)[::stride] for _ in range(2))
     w[begin:], g[begin:] = 1, torch.arange(numel - begin)
     hyper = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    args = StepArgs(SGD, Flags(), [w], [g], [], (), hyper, ordinals=[0], seed=5, rounding_step=3)
+    tensors = {"params": [w], "grads": [g], "states": [], "hyper": hyper}
+    args = StepArgs(rule=SGD, flags=Flags(), **tensors, ordinals=[0], seed=5, rounding_step=3)
     table = optim_step.upload_table(optim_step.describe(args), CPU)
     ((kind, first, count),) = table.launches
     assert optim_step.form_of(kind, args).wide == wide

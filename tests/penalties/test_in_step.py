@@ -238,3 +238,21 @@ def test_a_bad_penalty_is_a_typed_error(shapes, options, error, message):
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     with pytest.raises(error, match=message):
         optim.SGD(params, lr=0.1, **{"penalty": PENALTIES["rings"], **options})
+
+
+def test_a_group_without_penalty_may_come_before_one_with():
+    weights = []
+    for order in (1, -1):
+        plain, shrinks = (torch.nn.Parameter(torch.full((2, 3, 3, 3), 0.1)) for _ in range(2))
+        groups = [
+            {"params": [plain]},
+            {"params": [shrinks], "penalty": sparsity.RingPenalty(0.5), "locality": (0.5, 2.0)},
+        ]
+        optimizer = optim.SGD(groups[::order], lr=0.1, weight_decay=0.1)
+        plain.grad, shrinks.grad = torch.ones_like(plain), torch.ones_like(shrinks)
+        optimizer.step()
+        weights.append((plain, shrinks))
+    (plain, shrinks), (plain_last, shrinks_first) = weights
+    assert torch.equal(plain, plain_last)
+    assert torch.equal(shrinks, shrinks_first)
+    assert not torch.equal(plain, shrinks)
