@@ -45,7 +45,7 @@ class Table:
     launches: list[tuple[int, int, int]]  # kind, first chunk, number of chunks
 
 
-class Held(NamedTuple):
+class CachedStep(NamedTuple):
     """Result of ``torch.ops.loco_ext.optim_step_table``, which ``csrc/schemas.h`` describes."""
 
     table: Tensor
@@ -53,7 +53,7 @@ class Held(NamedTuple):
     step: Tensor
 
 
-def optim_step(args: StepArgs) -> Held:
+def optim_step(args: StepArgs) -> CachedStep:
     """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`.
 
     Adam's step counts must be whole numbers. ``beta^t`` is rounded once, from about 100 bits.
@@ -65,38 +65,38 @@ def optim_step(args: StepArgs) -> Held:
         RuntimeError: the step cannot be made; nothing is written then.
     """
     with _device(args.params[0]):
-        held = describe(args)
-        _run(held, args)
-    return held
+        cached = describe(args)
+        _run(cached, args)
+    return cached
 
 
-def optim_step_again(held: Held, args: StepArgs, check: bool = False) -> bool:
+def optim_step_again(cached: CachedStep, args: StepArgs, check: bool = False) -> bool:
     """Make a step once more; :func:`loco_ext.ops.optim_step.run_again` describes the arguments and the result."""
     scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
     again = backends.operators().optim_step_table_again
-    if not again(held.step, args.grads, args.hyper, *scalars, check):
+    if not again(cached.step, args.grads, args.hyper, *scalars, check):
         return False
     if not check:
         with _device(args.params[0]):
-            _run(held, args)
+            _run(cached, args)
     return True
 
 
-def _run(held: Held, args: StepArgs) -> None:
-    table = upload_table(held, args.params[0].device)
+def _run(cached: CachedStep, args: StepArgs) -> None:
+    table = upload_table(cached, args.params[0].device)
     launch(table, args, prepare(table, args) if args.rule.counts_steps else None)
 
 
-def describe(args: StepArgs) -> Held:
+def describe(args: StepArgs) -> CachedStep:
     """Check the step, and return its table on the host."""
-    return Held(*backends.operators().optim_step_table(*args.for_operator()))
+    return CachedStep(*backends.operators().optim_step_table(*args.for_operator()))
 
 
-def upload_table(held: Held, device: torch.device) -> Table:
+def upload_table(cached: CachedStep, device: torch.device) -> Table:
     """Return the step's table on the device."""
-    data = held.table.numpy()
+    data = cached.table.numpy()
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
-    hyper, lrs, entries, nests, maps, chunks, *launches = held.layout
+    hyper, lrs, entries, nests, maps, chunks, *launches = cached.layout
     numbers = iter(launches)
     return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(numbers, numbers, numbers, strict=True)))
 

@@ -200,26 +200,26 @@ def run_step(args: StepArgs) -> None:
         torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
 
 
-def run_and_hold(chosen: str, args: StepArgs) -> Any:
+def run_and_cache(chosen: str, args: StepArgs) -> Any:
     """Make a step by kernels like one that :func:`run_step` has made, and return it for :func:`run_again`.
 
     ``chosen``: the backend, native or triton. Raises RuntimeError, with nothing written, if the library refuses it.
     """
-    held: Any
+    cached: Any
     if chosen == "triton":
-        held = _triton().optim_step(args)
+        cached = _triton().optim_step(args)
     else:
-        held = backends.operators().optim_step_cached(*args.for_operator())
+        cached = backends.operators().optim_step_cached(*args.for_operator())
     torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
-    return held
+    return cached
 
 
-def run_again(chosen: str, held: Any, args: StepArgs, written: Sequence[Tensor], check: bool = False) -> bool:
+def run_again(chosen: str, cached: Any, args: StepArgs, written: Sequence[Tensor], check: bool = False) -> bool:
     """Make a step once more; return False, with nothing written, if the gradients do not fit it.
 
     Args:
         chosen: the backend that has made the step.
-        held: what :func:`run_and_hold` has returned for it.
+        cached: what :func:`run_and_cache` has returned for it.
         args: gradients, hyper-parameters and scalars count; the library trusts that parameters, states and step counts
             lie where they did.
         written: the parameters, states and step counts.
@@ -228,10 +228,10 @@ def run_again(chosen: str, held: Any, args: StepArgs, written: Sequence[Tensor],
     Raises RuntimeError, with nothing written, if the library refuses it.
     """
     if chosen == "triton":
-        fits = _triton().optim_step_again(held, args, check)
+        fits = _triton().optim_step_again(cached, args, check)
     else:
         scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
-        fits = backends.operators().optim_step_again(held, args.grads, args.hyper, *scalars, check)
+        fits = backends.operators().optim_step_again(cached, args.grads, args.hyper, *scalars, check)
     if fits and not check:
         torch.autograd.graph.increment_version(written if args.grad_scale is None else chain(written, args.grads))
     return fits

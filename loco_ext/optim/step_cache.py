@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.optim_step import run_again, run_and_hold, run_step
+from loco_ext.ops.optim_step import run_again, run_and_cache, run_step
 from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.ops.step_checks import check_scalars, check_step
@@ -47,9 +47,9 @@ class CachedBatch:
         args.hyper, args.first = torch.from_numpy(self.hyper), []
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
-        self._held: tuple[Any, Any] | None = None  # the addresses of a kept step's tensors, and the step
+        self._cached: tuple[Any, Any] | None = None  # the addresses of a cached step's tensors, and the step
         self._states: list[dict[str, Any]] = []
-        self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the held step
+        self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the cached step
 
     def expect_shapes(self) -> None:
         """Let the operator refuse parameters of other shapes than now, on which maps and penalties depend."""
@@ -66,8 +66,8 @@ class CachedBatch:
             return False
         args.grads = grads
         self._states = [owned[place] for place in self._places]
-        if self._held is not None:
-            self._written = self._held[0].find(args.params, self._states, self._names)
+        if self._cached is not None:
+            self._written = self._cached[0].find(args.params, self._states, self._names)
         return self._written is not None or self._collect_states()
 
     def _collect_states(self) -> bool:
@@ -86,18 +86,18 @@ class CachedBatch:
         With ``check``, return whether the operator accepts it, and write nothing.
         """
         try:
-            if self._held is not None and self._written is not None:
-                if run_again(self._chosen, self._held[1], self.args, self._written, check):
+            if self._cached is not None and self._written is not None:
+                if run_again(self._chosen, self._cached[1], self.args, self._written, check):
                     if check:
                         check_scalars(self.args, self.device)  # the library reads them in a step alone
                     return True
                 self._collect_states()
-            self._held = self._written = None
+            self._cached = self._written = None
             if check:
                 run_step(replace(self.args, found_inf=torch.ones((), device=self.device)))
             else:
-                held = run_and_hold(self._chosen, self.args)
-                self._held = _SameTensors(self.args.params, self._states, self._names), held
+                cached = run_and_cache(self._chosen, self.args)
+                self._cached = _SameTensors(self.args.params, self._states, self._names), cached
         except Exception:
             self._collect_states()
             if _accepted(self.args):

@@ -3,7 +3,7 @@
     python -m tests.cuda_on_cpu.host_time [REPEATS]
 
 "cpu" is the step on the CPU itself, "cuda" the CUDA operators compiled for it, "triton" the Triton path without its
-launches. Tensors have 64 elements. "held": gradients stay where they are; "new": every step has gradients in new
+launches. Tensors have 64 elements. "kept": gradients stay where they are; "new": every step has gradients in new
 memory, as after ``zero_grad()``.
 """
 
@@ -72,7 +72,7 @@ def main(repeats: int) -> None:
                             taken = times(name, tensors, new, repeats)
                             low, high = taken[len(taken) // 5], taken[len(taken) * 4 // 5]
                             print(
-                                f"{path:6} {tensors:5} tensors  {name:5}  {'new' if new else 'held':4}  "
+                                f"{path:6} {tensors:5} tensors  {name:5}  {'new' if new else 'kept':4}  "
                                 f"{statistics.median(taken):8.1f} us ({low:.1f}, {high:.1f})",
                                 flush=True,
                             )

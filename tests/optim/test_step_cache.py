@@ -410,7 +410,7 @@ def two_that_have_stepped(name):
         for _ in range(3):
             set_gradients(optimizer)
             optimizer.step()
-        assert all(batch._held is not None for batch in optimizer._cache.batches)
+        assert all(batch._cached is not None for batch in optimizer._cache.batches)
         set_gradients(optimizer)
     return pairs
 
@@ -528,7 +528,7 @@ def test_replaced_parameters_end_with_the_next_step():
     assert parameter() is None
 
 
-@pytest.mark.parametrize(("function", "steps"), [("run_and_hold", 2), ("run_again", 3)])
+@pytest.mark.parametrize(("function", "steps"), [("run_and_cache", 2), ("run_again", 3)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch):
     """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
