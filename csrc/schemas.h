@@ -17,7 +17,7 @@ namespace loco {
 // table of a further one into the same tensor.
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
-// joint_ring_prox, of all filters of each weight together, is for GPUs alone. Its `rings` are those of all weights, one
+// joint_ring_prox, of all filters of each weight together, is only for GPUs. Its `rings` are those of all weights, one
 // after another; `metrics` are empty or one for each weight.
 //
 // The block-sparse operators take activations of shape [batch, pixels, channels] with the channels of a pixel

@@ -3,6 +3,7 @@
 python -m studies.papers FOLDER     copies those of FOLDER, such as runs/reproduce/cpu, to studies/results/papers/
 """
 
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from loco_ext.commands.reproduce import PAPERS
 
 RESULTS = Path(__file__).parent / "results" / "papers"
 PAGE = generated.DOCS / "papers.md"
-_FIGURE = re.compile(r"(?<=\]\()[^)]+(?=\)$)", re.MULTILINE)
+_FIGURE = re.compile(r"^(!\[.*\]\()(.+)(\))$", re.MULTILINE)
 
 
 def collect(folder: Path, results: Path = RESULTS) -> list[str]:
@@ -33,8 +34,8 @@ def collect(folder: Path, results: Path = RESULTS) -> list[str]:
         raise ValueError(f"folder: expected the folder of a preset, such as runs/reproduce/cpu, got {str(folder)!r}")
     for paper in found:
         shutil.rmtree(results / paper, ignore_errors=True)
-        text = (folder / paper / "reproduce.md").read_text()
-        for name in ("reproduce.json", "reproduce.md", *_FIGURE.findall(text)):
+        figures = json.loads((folder / paper / "reproduce.json").read_text())["figures"]
+        for name in ("reproduce.json", "reproduce.md", *figures.values()):
             target = results / paper / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / paper / name, target)
@@ -52,7 +53,7 @@ def _section(folder: Path, page: Path) -> str:
         return f"\n{generated.nothing_yet(folder.name)}\n\n"
     _, text = path.read_text().split("\n", 1)  # the page has the title
     link = Path(os.path.relpath(folder, page.parent)).as_posix()
-    text = _FIGURE.sub(lambda match: f"{link}/{match[0]}", text)
+    text = _FIGURE.sub(lambda match: f"{match[1]}{link}/{match[2]}{match[3]}", text)
     return re.sub(r"^## ", "### ", text, flags=re.MULTILINE) + "\n"
 
 

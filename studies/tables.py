@@ -219,7 +219,7 @@ def accuracies(report: Record) -> Table:
     samples = f"{report['training_samples']:,} training and {report['test_samples']:,} test images"
     title = (
         f"VanillaCNN, {samples}, one seed. Test "
-        "accuracy in percent at the first and after the last epoch; training loss of the last epoch, while "
+        "accuracy in percent before the first and after the last epoch; training loss of the last epoch, while "
         "weights change; shares of the norm in percent; test accuracy with the other blocks masked"
     )
     headers = ["network", "from epoch", "parameters", "epochs", "at first", "in the end", "training loss"]

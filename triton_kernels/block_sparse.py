@@ -63,7 +63,8 @@ def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x = x.resolve_neg()  # kernels ignore the lazy negation flag
+    if x.is_neg():  # kernels ignore the lazy negation flag, and a copy without it may have another order of strides
+        x = x.resolve_neg().transpose(1, 2).contiguous().transpose(1, 2)
     batch, rows, columns = x.shape
     row_unit, column_unit = tiles.unit_of(rows, x.stride(0), x.stride(2)), tiles.unit_of(columns)
     height, width = tile_of(rows, columns)

@@ -20,8 +20,8 @@ class SameTensors {
   // api: of torch.Tensor.__dlpack_c_exchange_api__.
   SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObject* states, PyObject* names);
 
-  // Returns a new list of the tensors, each parameter before its states, or None unless all are where
-  // the tensors were from which this was made.
+  // Returns a new list of the tensors, each parameter before its states, or None unless all are where those given to
+  // the constructor were.
   PyObject* find(PyObject* params, PyObject* states, PyObject* names) const;
 
  private:

@@ -34,7 +34,7 @@
 namespace loco::ring_prox {
 namespace {
 
-constexpr int kMostLayers = 24;  // of a launch, whose parameters then take some 4 KB
+constexpr int kMostLayers = 24;  // of a launch
 
 struct Meeting {
   unsigned arrived;  // the count of meet_grid
@@ -49,6 +49,7 @@ struct Layers {
   JointSearch* searches;
   Meeting* meeting;
 };
+static_assert(sizeof(Layers) <= 4096, "more parameters of a launch need CUDA 12.1");
 
 // Take the sums of all layers. Called by all threads of one block.
 template <typename T>

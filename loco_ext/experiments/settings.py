@@ -171,7 +171,7 @@ class Settings:
     strength: Annotated[float, Option(help="Strength of --penalty, called alpha in the draft.")] = 0.0
     weighting: Annotated[
         Literal["plain", "normalized", "scaled"],
-        Option(help="Factor of a group of n weights in the penalty: 1 if plain, 1/sqrt(n) if normalized, or sqrt(n)."),
+        Option(help="Factor of a group of n weights in the penalty: plain: 1; normalized: 1/sqrt(n); scaled: sqrt(n)."),
     ] = "plain"
     kind: Annotated[Literal["half", "full"], Option(help="Whether the penalty removes half or full rings of taps.")] = (
         "half"

@@ -416,10 +416,11 @@ def _adjacent(activations: Tensor) -> Tensor:
 
 def contiguous(images: Tensor) -> Tensor:
     """Return a contiguous copy of images ``(N, C, *size)``, whose axes of size 1 also have the strides of such ones."""
-    if not torch.compiler.is_compiling() and images.numel() >= _LEAST_TRANSPOSED:
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()) and images.numel() >= _LEAST_TRANSPOSED:
         activations = images.flatten(2)
         if _has_fast_transpose(activations):
-            return _transposed(activations, images.dtype).view(images.shape)
+            # A view would make operations in place behind it copy all of it in their backward.
+            return torch.ops.aten._unsafe_view(_transposed(activations, images.dtype), images.shape)
     return images.clone(memory_format=torch.contiguous_format)  # contiguous() would keep the strides of size-1 axes
 
 
@@ -555,12 +556,12 @@ def _keep_kernel(op: torch._ops.OpOverload) -> None:
 # differentiable as they are.
 _TRACED = torch.library.Library("loco_ext", "FRAGMENT")
 _TRACED.define("block_sparse_traced(Tensor x, Tensor values, Tensor? bias, Tensor[] pattern) -> Tensor")
-# The gradient of float32 values that were multiplied in half precision; on GPUs alone.
+# The gradient of float32 values that were multiplied in half precision; only on GPUs.
 _TRACED.define(
     "block_sparse_value_gradient_float32(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int groups) "
     "-> Tensor"
 )
-# A contiguous copy of x, of which the entries of dimension 1 are adjacent in memory; on GPUs alone.
+# A contiguous copy of x, of which the entries of dimension 1 are adjacent in memory; only on GPUs.
 _TRACED.define("block_sparse_transposed(Tensor x, ScalarType dtype) -> Tensor")
 
 

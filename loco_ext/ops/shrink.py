@@ -44,7 +44,10 @@ def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[int, Tensor]
         assert penalty is not None
         last = args.states[-1][i] if args.states else None
         step = args.steps[i] if args.rule.counts_steps else None
-        size, divisor = prox_size(args.rule, args.row_of(i), last, step)
+        row = args.row_of(i)
+        if isinstance(row[0], Tensor):
+            row[0] = row[0].double()
+        size, divisor = prox_size(args.rule, row, last, step)
         if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w) and not _is_zero(size):
             t, q = penalty.scaled(size, w.device if isinstance(size, Tensor) else None)
             assert q is not None

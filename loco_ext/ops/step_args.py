@@ -67,11 +67,11 @@ class StepArgs:
     shapes: Tensor | None = None  # expected of params: dimensions and sizes of each, float64; None: not checked
 
     def row_of(self, index: int) -> list[Any]:
-        """Return a parameter's row of ``hyper``, with its learning rate in place: a number, or a float64 tensor."""
+        """Return a parameter's row of ``hyper``, with its learning rate in place: a number, or a scalar tensor."""
         group = self.group_index[index] if self.group_index else 0
         row = self.hyper[group].tolist()
         if self.lr_index and (which := self.lr_index[group]) >= 0:
-            row[0] = self.lrs[which].double().reshape(())
+            row[0] = self.lrs[which].reshape(())
         return row
 
     def map_of(self, index: int) -> Tensor | None:

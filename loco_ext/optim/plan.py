@@ -164,7 +164,7 @@ def _only_device(params: list[Tensor]) -> str | None:
     return str(devices.pop()) if len(devices) == 1 else None
 
 
-_NO_ROWS = torch.empty(0)
+_NO_ROWS = torch.empty(0, device="cpu")
 
 
 @dataclass(kw_only=True)

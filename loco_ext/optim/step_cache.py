@@ -1,4 +1,4 @@
-"""The calls of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
+"""The calls of an optimizer's last step, for a next one with other gradients and hyper-parameters.
 
 Where parameters are small, collecting, checking and describing them and their states costs more than stepping them. A
 StepCache refers to parameters in Python only, as the optimizer itself does, and to no state. The compiled library keeps
@@ -89,7 +89,7 @@ class CachedBatch:
             if self._cached is not None and self._written is not None:
                 if run_again(self._chosen, self._cached[1], self.args, self._written, check):
                     if check:
-                        check_scalars(self.args, self.device)  # the library reads them in a step alone
+                        check_scalars(self.args, self.device)  # the library reads them only in a step
                     return True
                 self._collect_states()
             self._cached = self._written = None

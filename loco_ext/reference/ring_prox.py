@@ -221,7 +221,7 @@ def _root(rising: Callable[[Tensor], Tensor], upper: Tensor) -> Tensor:
     last, other = torch.zeros_like(upper), upper
     of_last, of_other = torch.full_like(upper, -torch.inf), torch.full_like(upper, torch.inf)
     positive = torch.zeros_like(upper, dtype=torch.bool)
-    part = torch.full_like(upper, 0.5)  # the next point divides last..other so
+    part = torch.full_like(upper, 0.5)  # the next point is this part of the way from last to other
     for _ in range(_ROUNDS):
         point = last + part * (other - last)
         value = rising(point)

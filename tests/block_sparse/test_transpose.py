@@ -51,6 +51,10 @@ def expanded(x: Tensor) -> Tensor:
     return plain(x[:1, :, :1]).expand_as(x)
 
 
+def negated_and_expanded(x: Tensor) -> Tensor:
+    return torch._neg_view(plain(-x[:, :, :1])).expand_as(x)
+
+
 def run(data: bytes) -> bytes:
     """Transpose pickled tensors, in the interpreter's process, and assert that nothing else is written."""
     from loco_ext.triton_kernels.block_sparse import block_sparse_transposed
@@ -66,7 +70,8 @@ def run(data: bytes) -> bytes:
     return saved(results)
 
 
-LAYOUTS = {function.__name__: function for function in (plain, cut_out, samples_innermost, negated, expanded)}
+FUNCTIONS = plain, cut_out, samples_innermost, negated, expanded, negated_and_expanded
+LAYOUTS = {function.__name__: function for function in FUNCTIONS}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +165,9 @@ def train(data: bytes) -> bytes:
             with loco_ext.backend("triton"), copies:
                 with torch.autocast("cpu", dtype, enabled=dtype is not None):
                     y = layer(x)
+                assert not (transposed and y._is_view()), (
+                    "an operation in place on the output would copy it in its backward"
+                )
                 forward = [*transposed], [*copies.made]
                 gradients = torch.autograd.grad(y, leaves, grad, create_graph=dtype is None)
                 backward = transposed[len(forward[0]) :], copies.made[len(forward[1]) :]
