@@ -2,7 +2,6 @@
 // on random calls: argument 1 is the first seed, 2 the number of calls. Prints a number made of all bits of the
 // results, which must be the same in every order of blocks and threads.
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -167,7 +166,7 @@ Case random_layer(Random& random) {
   return c;
 }
 
-bool check(Random& random, Digest& digest) {
+bool check_layers(Random& random, Digest& digest) {
   std::deque<Layer> layers;
   const int64_t count = chance(random, 10) ? 30 : 1 + below(random, 4);  // more than one launch takes
   const bool linf = chance(random, 3), has_metric = chance(random, 2);
@@ -189,16 +188,4 @@ bool check(Random& random, Digest& digest) {
 
 }  // namespace
 
-int main(int, char** arguments) {
-  const uint64_t first = std::strtoull(arguments[1], nullptr, 10), count = std::strtoull(arguments[2], nullptr, 10);
-  Digest digest;
-  for (uint64_t seed = first; seed < first + count; ++seed) {
-    Random random(seed);
-    if (!check(random, digest)) {
-      std::printf("seed %llu: results differ\n", static_cast<unsigned long long>(seed));
-      return 1;
-    }
-  }
-  std::printf("%llu calls, %016llx\n", static_cast<unsigned long long>(count),
-              static_cast<unsigned long long>(digest.value()));
-}
+int main(int, char** arguments) { return check_seeds(arguments, check_layers); }

@@ -5,43 +5,30 @@
 // blocks and threads.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "common/cuda_upload.h"
 #include "optim_step/cpu.h"
 #include "optim_step/cuda.h"
+#include "random_checks.h"
 
 namespace {
 
 using namespace loco;
 using namespace loco::optim_step;
 
-using Random = std::mt19937_64;
-
-int64_t below(Random& random, int64_t n) { return static_cast<int64_t>(random() % n); }
-bool chance(Random& random, int64_t one_in) { return below(random, one_in) == 0; }
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
 // Elements from a random element on behind a 16-byte boundary, with nothing behind them.
 class Storage {
  public:
   Storage(Random& random, DType dtype, int64_t elements, bool shifted)
-      : size_(elements * element_size(dtype)), shift_(shifted ? below(random, 8) * element_size(dtype) : 0) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 16, shift_ + size_) != 0) std::abort();
-    memory_.reset(static_cast<char*>(memory));
-  }
-  char* data() const { return memory_.get() + shift_; }
+      : size_(elements * element_size(dtype)),
+        shift_(shifted ? below(random, 8) * element_size(dtype) : 0),
+        memory_(allocate(shift_ + size_)) {}
+  char* data() const { return reinterpret_cast<char*>(memory_.get()) + shift_; }
   void copy_from(const Storage& other) const {
     if (size_ > 0) std::memcpy(data(), other.data(), size_);
   }
@@ -50,7 +37,7 @@ class Storage {
 
  private:
   int64_t size_, shift_;
-  std::unique_ptr<char, Free> memory_;
+  Bytes memory_;
 };
 
 void fill(Random& random, DType dtype, const Storage& storage, int64_t elements, bool positive, double scale) {
@@ -291,10 +278,8 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   GpuTable table;
   build(table, kCudaDivision, twins.gpu, {hyper.data(), 3, Rule::columns, lrs}, Rule::has_metric);
   const auto size = static_cast<int64_t>(table.bytes.size());
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 16, size + scratch_bytes<Rule>(table)) != 0) std::abort();
-  const std::unique_ptr<unsigned char, Free> owner(static_cast<unsigned char*>(memory));
-  upload(table.bytes.data(), owner.get(), size, nullptr);
+  const Bytes memory = allocate(size + scratch_bytes<Rule>(table));
+  upload(table.bytes.data(), memory.get(), size, nullptr);
   const double scale = s.grad_scale;
   const float found = s.found_inf ? 1 : 0;
   const cuda_on_cpu::Owned table_on_host(table.bytes.data(), table.bytes.size(), cuda_on_cpu::kHost);
@@ -303,23 +288,10 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   for (const Storage& storage : twins.gpu_storages) of_tensors.emplace_back(storage.data(), storage.size(), 0);
   for (const Storage& storage : twins.cpu_storages)
     of_tensors.emplace_back(storage.data(), storage.size(), cuda_on_cpu::kHost);
-  CudaCall call{&table, owner.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
+  CudaCall call{&table, memory.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
   step_cuda<Rule>(call);
   if (launch_error() != nullptr) std::abort();
 }
-
-class Digest {
- public:
-  void add(const Storage& storage) {
-    for (int64_t i = 0; i < storage.size(); ++i) {
-      value_ = (value_ ^ static_cast<unsigned char>(storage.data()[i])) * 0x100000001b3u;
-    }
-  }
-  uint64_t value() const { return value_; }
-
- private:
-  uint64_t value_ = 0xcbf29ce484222325u;
-};
 
 // Returns whether two parameters are as near as sums in another order allow, and zero in the same places. Sums are in
 // double for every type: a sum of n terms is wrong by at most n half units in the last place.
@@ -348,7 +320,7 @@ bool check(Random& random, const Settings& s, Digest& digest) {
   step_on_gpu<Rule>(s, hyper, {{nullptr, 0}, {nullptr, 0}, {&lr, 0}}, twins);
   size_t next = 0;
   for (size_t i = 0; i < twins.cpu_storages.size(); ++i) {
-    digest.add(twins.gpu_storages[i]);
+    digest.add(twins.gpu_storages[i].data(), twins.gpu_storages[i].size());
     const bool shrunk = next < twins.shrunk.size() && twins.shrunk[next] == static_cast<int>(i);
     next += shrunk;
     const bool same = shrunk ? near(twins.cpu_storages[i], twins.gpu_storages[i], s.w)
@@ -361,16 +333,8 @@ bool check(Random& random, const Settings& s, Digest& digest) {
 }  // namespace
 
 int main(int, char** arguments) {
-  const uint64_t first = std::strtoull(arguments[1], nullptr, 10), count = std::strtoull(arguments[2], nullptr, 10);
-  Digest digest;
-  for (uint64_t seed = first; seed < first + count; ++seed) {
-    Random random(seed);
+  return check_seeds(arguments, [](Random& random, Digest& digest) {
     const Settings settings = random_settings(random);
-    if (!(settings.adam ? check<Adam>(random, settings, digest) : check<Sgd>(random, settings, digest))) {
-      std::printf("seed %llu: results differ\n", static_cast<unsigned long long>(seed));
-      return 1;
-    }
-  }
-  std::printf("%llu calls, %016llx\n", static_cast<unsigned long long>(count),
-              static_cast<unsigned long long>(digest.value()));
+    return settings.adam ? check<Adam>(random, settings, digest) : check<Sgd>(random, settings, digest);
+  });
 }

@@ -2,7 +2,6 @@
 // the number of calls. Prints a number made of all bits of the results, which must be the same in every order of blocks
 // and threads.
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <vector>
@@ -74,17 +73,9 @@ bool check(Random& random, const Case& c, Digest& digest) {
 }  // namespace
 
 int main(int, char** arguments) {
-  const uint64_t first = std::strtoull(arguments[1], nullptr, 10), count = std::strtoull(arguments[2], nullptr, 10);
-  Digest digest;
-  for (uint64_t seed = first; seed < first + count; ++seed) {
-    Random random(seed);
+  return check_seeds(arguments, [](Random& random, Digest& digest) {
     Case c = random_case(random);
     c.shape.ring_of_tap = c.rings.data();
-    if (!(c.dtype == DType::f64 ? check<double>(random, c, digest) : check<float>(random, c, digest))) {
-      std::printf("seed %llu: results differ\n", static_cast<unsigned long long>(seed));
-      return 1;
-    }
-  }
-  std::printf("%llu calls, %016llx\n", static_cast<unsigned long long>(count),
-              static_cast<unsigned long long>(digest.value()));
+    return c.dtype == DType::f64 ? check<double>(random, c, digest) : check<float>(random, c, digest);
+  });
 }

@@ -1,16 +1,15 @@
-// What random checks of the ring kernels share: tensors, cases, thresholds, and a number made of all bits of results.
-// Every tensor has memory of exactly its own, so that a sanitizer sees what lies beside it.
+// Random filters for the checks of the ring kernels: tensors, cases and thresholds. Every tensor has its own memory of
+// exactly its size, so that a sanitizer sees accesses beside it.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <random>
 #include <vector>
 
 #include "common/dtype.h"
+#include "random_checks.h"
 #include "ring_prox/cuda.h"
 #include "ring_prox/filter_solver.h"
 
@@ -18,15 +17,6 @@ namespace {
 
 using namespace loco;
 using namespace loco::ring_prox;
-
-using Random = std::mt19937_64;
-
-int64_t below(Random& random, int64_t n) { return static_cast<int64_t>(random() % n); }
-bool chance(Random& random, int64_t one_in) { return below(random, one_in) == 0; }
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
 
 double get(DType dtype, const void* at) {
   switch (dtype) {
@@ -66,10 +56,8 @@ class Tensor {
     int64_t elements = 1;
     for (int d = 0; d < 3; ++d) elements += (sizes[d] - 1) * strides_[d];
     const int64_t shift = chance(random, 2) ? below(random, 8) * element_size(dtype) : 0;
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 16, shift + elements * element_size(dtype)) != 0) std::abort();
-    memory_.reset(static_cast<char*>(memory));
-    data_ = memory_.get() + shift;
+    memory_ = allocate(shift + elements * element_size(dtype));
+    data_ = reinterpret_cast<char*>(memory_.get()) + shift;
   }
 
   char* at(int64_t o, int64_t c, int64_t k) const {
@@ -86,7 +74,7 @@ class Tensor {
  private:
   DType dtype_;
   int64_t strides_[3];
-  std::unique_ptr<char, Free> memory_;
+  Bytes memory_;
   char* data_;
 };
 
@@ -133,19 +121,6 @@ std::vector<double> thresholds(Random& random, const Case& c, double share) {
   return values;
 }
 
-class Digest {
- public:
-  void add(const void* bytes, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      value_ = (value_ ^ static_cast<const unsigned char*>(bytes)[i]) * 0x100000001b3u;
-    }
-  }
-  uint64_t value() const { return value_; }
-
- private:
-  uint64_t value_ = 0xcbf29ce484222325u;
-};
-
 double spacing(DType dtype) {
   return dtype == DType::f64 ? 0x1p-52 : dtype == DType::f32 ? 0x1p-23 : dtype == DType::f16 ? 0x1p-10 : 0x1p-7;
 }
@@ -168,15 +143,6 @@ void fill(Random& random, const Case& c, const Tensor& u, const Tensor& d) {
       set(c.metric_dtype, d.at(o, i / c.shape.taps, i % c.shape.taps), 0.25 + unit(random));
     }
   }
-}
-
-// Memory that begins at a 16-byte boundary.
-using Bytes = std::unique_ptr<unsigned char, Free>;
-
-Bytes allocate(int64_t size) {
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 16, size) != 0) std::abort();
-  return Bytes(static_cast<unsigned char*>(memory));
 }
 
 }  // namespace

@@ -406,14 +406,15 @@ def check_joint(compiled: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
+@pytest.mark.parametrize(("program", "calls"), [("check", 20), ("check_joint", 8)])
+def test_random_calls_give_the_same_bits_in_every_order(program: str, calls: int, request) -> None:
     outputs = set()
     for order in build.ORDERS:
-        done = build.run_program(check, 0, 20, order=order)
+        done = build.run_program(request.getfixturevalue(program), 0, calls, order=order)
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.add(done.stdout)
     assert len(outputs) == 1, outputs
-    assert outputs.pop().startswith("20 calls, ")
+    assert outputs.pop().startswith(f"{calls} calls, ")
 
 
 @pytest.mark.slow
@@ -434,17 +435,6 @@ def test_planted_mistakes_are_found(check: Path, mistake: str) -> None:
 @pytest.mark.slow
 def test_nothing_is_found_where_no_mistake_is_made(check: Path) -> None:
     assert not build.is_found(check, "", 60, ("forward", "eager"))
-
-
-@pytest.mark.slow
-def test_random_joint_calls_give_the_same_bits_in_every_order(check_joint: Path) -> None:
-    outputs = set()
-    for order in build.ORDERS:
-        done = build.run_program(check_joint, 0, 8, order=order)
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs.add(done.stdout)
-    assert len(outputs) == 1, outputs
-    assert outputs.pop().startswith("8 calls, ")
 
 
 @pytest.mark.slow
