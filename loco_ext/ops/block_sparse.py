@@ -32,7 +32,7 @@ Consume = Callable[[Iterator[tuple[slice, Tensor]]], None]
 
 _FAMILY = "block_sparse"
 _CPU_PART, _GPU_PART = 2**21, 2**24  # elements of a part of a consumed gradient: little memory, yet enough work
-_LEAST_TRANSPOSED = 2**23  # for fewer elements, a launch takes the host longer than it spares the GPU
+_LEAST_TRANSPOSED = 2**23  # for fewer elements, a launch takes the host longer than it spares the GPU, by estimate
 
 
 def block_sparse_matmul(
@@ -432,9 +432,9 @@ def _transposed(activations: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_fast_transpose(activations: Tensor) -> bool:
-    """Return whether a kernel of ours transposes activations faster than torch's copy, which serves any strides.
+    """Return whether a kernel of ours transposes the activations. Otherwise torch's copy does, which takes any strides.
 
-    Compilers get torch's copy, which they fuse with what is before or behind it.
+    Compilers get torch's copy, which they fuse with operations before or after it.
     """
     return (
         activations.stride(2) != 1
