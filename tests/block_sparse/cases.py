@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loco_ext import ops
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends
 
@@ -152,3 +153,59 @@ def sizes_of_terms(problem: Problem) -> tuple[Tensor, ...]:
     """Return the sum of the terms' magnitudes for each result of :func:`dense_results`."""
     sizes = (tensor.abs() for tensor in (problem.x, problem.values, problem.bias, problem.grad))
     return dense_results(Problem(problem.live, problem.pattern, *sizes))
+
+
+def results(x: Tensor, values: Tensor, bias: Tensor, grad: Tensor, pattern) -> tuple[Tensor, ...]:
+    """Return the product, and the gradients of x, values and bias."""
+    operands = [tensor.detach().requires_grad_() for tensor in (x, values, bias)]
+    y = ops.block_sparse_matmul(operands[0], operands[1], pattern, operands[2])
+    return y.detach(), *torch.autograd.grad(y, operands, grad)
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Return the same numbers at every other position in memory."""
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan, dtype=tensor.dtype)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """Return the same numbers, starting one element beyond an aligned address."""
+    return torch.cat([torch.full((1,), torch.nan, dtype=tensor.dtype), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def channels_first(tensor: Tensor) -> Tensor:
+    """Return the same numbers with the channels of a pixel far apart."""
+    return tensor.transpose(1, -1).contiguous().transpose(1, -1)
+
+
+def in_wider_rows(tensor: Tensor) -> Tensor:
+    """Return the same numbers with 3 others after each entry of the first dimension, whose stride becomes odd."""
+    wide = torch.full((tensor.shape[0], tensor[0].numel() + 3), torch.nan, dtype=tensor.dtype)
+    wide[:, : tensor[0].numel()] = tensor.flatten(1)
+    return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
+
+
+# The cases left out differ in strips, lines and parts of the CPU's kernels; Triton's have one loop over live pairs.
+TRITON_CASES = {
+    "33 channels": Case(3, 1, 33, 33, 3, 4),
+    "130 samples": Case(130, 1, 3, 100, 2, 3),
+    "groups of 1 to 3": Case(20, 5, 1, 3, 2, 3, 1.0),
+    "several entries": Case(2, 1, 4, 4, 9, 9, kernel=5),
+    "depthwise, several parts": Case(17, 21, 1, 1, 9, 9, kernel=5),
+    "depthwise, rows in any order": Case(13, 21, 1, 1, 16, 16, kernel=3, shuffled=True),
+    **{
+        name: CASES[name]
+        for name in (
+            *("one of everything", "one sample, whole vectors", "rgb", "back to rgb", "100 channels", "deep"),
+            *(
+                "not a multiple of anything",
+                "few channels, not whole vectors",
+                "even groups",
+                "odd groups",
+                "depthwise",
+            ),
+            *("pairs of groups", "depthwise, whole vectors", "large batch", "full", "no entries", "no sample"),
+        )
+    },
+}

@@ -17,10 +17,15 @@ from tests.block_sparse.cases import (
     CASES,
     FLOATS,
     Case,
+    channels_first,
     dense_matmul,
     dense_results,
+    in_wider_rows,
     make_problem,
+    results,
+    shifted,
     sizes_of_terms,
+    spread,
 )
 from tests.covering import covering
 from tests.tolerances import assert_sum_of_products, same_bits
@@ -48,13 +53,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def results(x: Tensor, values: Tensor, bias: Tensor, grad: Tensor, pattern) -> tuple[Tensor, ...]:
-    """Return the product, and the gradients of x, values and bias."""
-    operands = [tensor.detach().requires_grad_() for tensor in (x, values, bias)]
-    y = ops.block_sparse_matmul(operands[0], operands[1], pattern, operands[2])
-    return y.detach(), *torch.autograd.grad(y, operands, grad)
-
-
 def test_the_compiled_kernels_are_here():
     assert LEVELS
     assert LEVELS[-1] == "portable"
@@ -78,30 +76,6 @@ def test_without_a_bias(backend):
     found = ops.block_sparse_matmul(problem.x, problem.values, problem.pattern)
     expected = dense_matmul(problem.x, problem.values, None, problem.live)
     assert_sum_of_products(found, expected, dense_matmul(problem.x.abs(), problem.values.abs(), None, problem.live))
-
-
-def spread(tensor: Tensor) -> Tensor:
-    """Return the same numbers at every other position in memory."""
-    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan, dtype=tensor.dtype)
-    wide[..., ::2] = tensor
-    return wide[..., ::2]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """Return the same numbers, starting one element beyond an aligned address."""
-    return torch.cat([torch.full((1,), torch.nan, dtype=tensor.dtype), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def channels_first(tensor: Tensor) -> Tensor:
-    """Return the same numbers with the channels of a pixel far apart."""
-    return tensor.transpose(1, -1).contiguous().transpose(1, -1)
-
-
-def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return the same numbers with 3 others after each entry of the first dimension, whose stride becomes odd."""
-    wide = torch.full((tensor.shape[0], tensor[0].numel() + 3), torch.nan, dtype=tensor.dtype)
-    wide[:, : tensor[0].numel()] = tensor.flatten(1)
-    return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,19 @@ import loco_ext
 from loco_ext import ops
 from loco_ext.ops import backends
 from loco_ext.reference import block_sparse as reference
-from tests.block_sparse.cases import CASES, Case, Problem, dense_results, make_problem, sizes_of_terms
-from tests.block_sparse.test_product import channels_first, in_wider_rows, shifted, spread
+from tests.block_sparse.cases import (
+    CASES,
+    TRITON_CASES,
+    Case,
+    Problem,
+    channels_first,
+    dense_results,
+    in_wider_rows,
+    make_problem,
+    shifted,
+    sizes_of_terms,
+    spread,
+)
 from tests.tolerances import assert_sum_of_products, same_bits
 from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
 
@@ -183,40 +194,21 @@ def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
         assert_sum_of_products(result, expected, sizes)
 
 
-# The cases left out differ in strips, lines and parts of the CPU's kernels; Triton's have one loop over live pairs.
-HERE = {
-    "33 channels": Case(3, 1, 33, 33, 3, 4),
-    "130 samples": Case(130, 1, 3, 100, 2, 3),
-    "groups of 1 to 3": Case(20, 5, 1, 3, 2, 3, 1.0),
-    "several entries": Case(2, 1, 4, 4, 9, 9, kernel=5),
-    "depthwise, several parts": Case(17, 21, 1, 1, 9, 9, kernel=5),
-    "depthwise, rows in any order": Case(13, 21, 1, 1, 16, 16, kernel=3, shuffled=True),
-    **{
-        name: CASES[name]
-        for name in (
-            *("one of everything", "one sample, whole vectors", "rgb", "back to rgb", "100 channels", "deep"),
-            *(
-                "not a multiple of anything",
-                "few channels, not whole vectors",
-                "even groups",
-                "odd groups",
-                "depthwise",
-            ),
-            *("pairs of groups", "depthwise, whole vectors", "large batch", "full", "no entries", "no sample"),
-        )
-    },
-}
 # These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ only by kernel.
 EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", "odd groups", "depthwise", "no entries")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name, dtype in itertools.product(HERE, [F64, F32, F16]) if dtype == F32 or name in EVERY_DTYPE],
+    [
+        (name, dtype)
+        for name, dtype in itertools.product(TRITON_CASES, [F64, F32, F16])
+        if dtype == F32 or name in EVERY_DTYPE
+    ],
     ids=str,
 )
 def test_results_are_those_of_a_dense_matrix(interpreter, name, dtype):
-    problem = make_problem(HERE[name], dtype)
+    problem = make_problem(TRITON_CASES[name], dtype)
     assert_is_dense(problem, *interpreter.results(make_call(problem, dtype)), dtype)
 
 
@@ -290,7 +282,7 @@ def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are
 
 
 def test_without_a_bias(interpreter):
-    for case in (HERE["several entries"], CASES["depthwise"]):
+    for case in (TRITON_CASES["several entries"], CASES["depthwise"]):
         call = replace(make_call(make_problem(case, F32), F32), bias=None)
         assert_is_reference(call, *interpreter.results(call))
 
@@ -344,7 +336,7 @@ def test_negated_operands(interpreter, name):
     ids=str,
 )
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(interpreter, name, value, dtype):
-    problem = make_problem(HERE[name], dtype)
+    problem = make_problem(TRITON_CASES[name], dtype)
     call = make_call(problem, dtype)
     pixel = problem.live.sum(0).argmax()
     call.x[1, pixel] = value

@@ -14,9 +14,21 @@ from loco_ext import ops
 from loco_ext.geometry import BlockPattern
 from loco_ext.nn import LocallyConnected2d
 from loco_ext.ops import block_sparse
-from tests.block_sparse.cases import CASES, FLOATS, Case, Problem, dense_results, make_problem, sizes_of_terms
-from tests.block_sparse.test_product import channels_first, in_wider_rows, results, shifted, spread
-from tests.block_sparse.test_triton import HERE
+from tests.block_sparse.cases import (
+    CASES,
+    FLOATS,
+    TRITON_CASES,
+    Case,
+    Problem,
+    channels_first,
+    dense_results,
+    in_wider_rows,
+    make_problem,
+    results,
+    shifted,
+    sizes_of_terms,
+    spread,
+)
 from tests.tolerances import TF32, assert_sum_of_products, same_bits
 
 pytestmark = [
@@ -30,7 +42,7 @@ LARGE = {
     "large batch, groups": Case(1024, 4, 16, 32, 9, 9, kernel=3),
     "long rows": Case(17, 1, 20, 24, 7, 300),
 }
-EVERY = CASES | HERE | LARGE
+EVERY = CASES | TRITON_CASES | LARGE
 
 
 @pytest.fixture(autouse=True)

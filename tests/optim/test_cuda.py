@@ -7,7 +7,7 @@ capture no graphs.
 import copy
 import itertools
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,38 +19,26 @@ import loco_ext
 from loco_ext import ops, optim
 from loco_ext.ops import backends
 from tests.optim.cuda_graphs import capture
+from tests.optim.gpu import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LOCALITY,
+    SCALE,
+    assert_same,
+    give_gradients,
+    make_twins,
+    needs_gpu,
+    no_syncs,
+    on_gpu,
+    step_both,
+)
 from tests.optim.stepping import CLASSES, RICH, clones, make_params, params_of, set_gradients
 from tests.optim_step.cases import Case, assert_untouched, make_case
-from tests.optim_step.test_layouts import GUARD, KINDS, LAYOUTS, gaps
-from tests.optim_step.test_step import LOCO_2D
+from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS, gaps
+from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-LOCALITY = (0.5, 2.0)
-SCALE = 1024.0  # a power of two: scaling and unscaling are exact
-
-
-@pytest.fixture(params=["native", "triton"])
-def backend(request):
-    """Force our CUDA or our Triton kernels."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    if reason := backends.missing("optim_step", request.param, "cuda"):
-        pytest.skip(reason)
-    with loco_ext.backend(request.param):
-        yield request.param
-
-
-@contextmanager
-def no_syncs():
-    """Make every torch call that would synchronize with the GPU an error inside the context."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 # ---- single kernels
 
@@ -204,50 +192,6 @@ def test_elements_beyond_2_to_the_31_are_stepped(backend, dtype):
 
 
 # ---- optimizers
-
-
-def on_gpu(params):
-    return [nn.Parameter(p.detach().cuda()) for p in params]
-
-
-def make_twins(name, dtype=F32, **options):
-    """Return our optimizer on the GPU and the reference on the CPU, with equal parameters."""
-    params = make_params(dtype=dtype)
-    options = {**RICH[name], "locality": LOCALITY, **options}
-    make = getattr(optim, name)
-    return make(on_gpu(params), **options), make(params, **{**options, "fused": False})
-
-
-def give_gradients(ours, reference, seed, frozen=()):
-    """Give both optimizers the same new gradients, in new memory."""
-    set_gradients(params_of(reference), seed, frozen)
-    for p, q in zip(params_of(ours), params_of(reference), strict=True):
-        p.grad = None if q.grad is None else q.grad.to(p.device)
-
-
-def assert_same(ours, reference):
-    for p, q in zip(params_of(ours), params_of(reference), strict=True):
-        assert same_bits(p.detach().cpu(), q.detach())
-        mine, other = ours.state.get(p, {}), reference.state.get(q, {})
-        if not other:  # only the GPU knew that a first step was skipped
-            assert not any(value.any() for value in mine.values())
-            continue
-        assert mine.keys() == other.keys()
-        for key, value in mine.items():
-            assert same_bits(value.cpu(), other[key]), key
-
-
-def step_both(ours, reference, seed, frozen=(), waits=False):
-    give_gradients(ours, reference, seed, frozen)
-    with nullcontext() if waits else no_syncs():
-        ours.step()
-    reference.step()
-    assert_same(ours, reference)
-
-
-def set_in_groups(optimizers, **values):
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group.update(values)
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -4,18 +4,8 @@ import pytest
 import torch
 
 from tests.optim.cuda_graphs import capture, gradients_of, refill
+from tests.optim.gpu import BF16, SCALE, assert_same, give_gradients, make_twins, no_syncs, set_in_groups, step_both
 from tests.optim.stepping import CLASSES, RICH, params_of
-from tests.optim.test_cuda import (
-    BF16,
-    SCALE,
-    assert_same,
-    backend,  # noqa: F401
-    give_gradients,
-    make_twins,
-    no_syncs,
-    set_in_groups,
-    step_both,
-)
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -8,16 +8,9 @@ import torch
 
 from loco_ext import optim, sparsity
 from tests.optim.cuda_graphs import capture, gradients_of, refill
-from tests.optim.stepping import CLASSES
-from tests.optim.test_cuda import (
-    backend,  # noqa: F401
-    give_gradients,
-    no_syncs,
-    on_gpu,
-    params_of,
-)
-from tests.penalties.test_folded import make_norm
-from tests.penalties.test_in_step import PENALTIES, make_params
+from tests.optim.gpu import give_gradients, no_syncs, on_gpu
+from tests.optim.stepping import CLASSES, params_of
+from tests.penalties.cases import PENALTIES, make_norm, make_params
 from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps
 
 RINGS = sparsity.RingPenalty(0.5)
@@ -65,7 +58,7 @@ def put_rates(ours, reference):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("penalty", ALL)
 @pytest.mark.parametrize("name", CLASSES)
-def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):  # noqa: F811
+def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):
     ours, reference = twins = make_twins(name, penalty, dtype)
     put_rates(*twins)
     give_gradients(*twins, 0)
@@ -83,7 +76,7 @@ def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name
 
 @pytest.mark.parametrize("penalty", ["rings", "joint", "joint, largest"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_replays_follow_what_lives_on_the_gpu(backend, name, penalty):  # noqa: F811
+def test_replays_follow_what_lives_on_the_gpu(backend, name, penalty):
     ours, reference = twins = make_twins(name, penalty)
     put_rates(*twins)
     give_gradients(*twins, 0)
@@ -106,7 +99,7 @@ def test_replays_follow_what_lives_on_the_gpu(backend, name, penalty):  # noqa: 
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_graph_is_not_disturbed_by_steps_between(backend, name):  # noqa: F811
+def test_a_graph_is_not_disturbed_by_steps_between(backend, name):
     ours, reference = twins = make_twins(name, "rings")
     give_gradients(*twins, 0)
     ours.step()
@@ -131,7 +124,7 @@ def test_a_graph_is_not_disturbed_by_steps_between(backend, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_replays_read_norms_anew(backend, name):  # noqa: F811
+def test_replays_read_norms_anew(backend, name):
     params = [p for p in make_params() if p.dim() > 2]
     norms = [make_norm(len(p)) for p in params]
     on_device = [copy.deepcopy(norm).cuda() for norm in norms]

@@ -22,6 +22,9 @@ KERNELS = ["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available
 with_interpreter = pytest.mark.parametrize(
     "kernels", [*KERNELS, pytest.param("interpreter", marks=needs_triton)], indirect=True
 )
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
+SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]
 RULES = {"sgd": SGD, "adam": ADAM}
 STATES = {name: [f"{state}s" for state in rule.states] for name, rule in RULES.items()}
 HYPER = {"sgd": (0.05, 0.3, 0.9, 0.1), "adam": (0.05, 0.3, 0.9, 0.99, 1e-8)}

@@ -14,8 +14,8 @@ from loco_ext import geometry, ops, optim, sparsity
 from tests.cuda_on_cpu import operators
 from tests.optim.stepping import train
 from tests.optim_step.cases import Case, assert_same, make_case
-from tests.optim_step.test_layouts import LAYOUTS
-from tests.optim_step.test_step import LOCO_2D
+from tests.optim_step.layouts import LAYOUTS
+from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import assert_within_ulps
 
 CLASSES = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {"amsgrad": True}}

@@ -8,16 +8,20 @@ import torch
 
 from loco_ext import geometry, ops
 from tests.covering import covering
-from tests.optim_step.cases import HYPER, assert_native_is_reference, assert_same, make_case, with_interpreter
+from tests.optim_step.cases import (
+    FLOATS,
+    HYPER,
+    SHAPES,
+    assert_native_is_reference,
+    assert_same,
+    make_case,
+    with_interpreter,
+)
+from tests.optim_step.maps import ANY_MAP, LOCO_2D
 from tests.tolerances import assert_within_ulps
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
-SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]
-LOCO = geometry.decay_map(3, (0.5, 2.0))
-LOCO_2D = geometry.decay_map((3, 3), (0.5, 2.0))
 MAPS = {"maps": [LOCO_2D], "map_index": [0, -1, -1, 0, -1, 0]}
 
 MOMENTUM = {"none": {"states": 0}, "first": {"first": [1] * len(SHAPES)}, "next": {}}
@@ -100,33 +104,6 @@ def test_a_learning_rate_may_be_a_tensor_of_its_own(rule, dtype):
     case.options |= {"lr_index": [-1, 1, 0]}
     assert_native_is_reference(case)
     assert_same(case.step("native"), expected)
-
-
-FULL = torch.rand(6, 5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-# (parameter's shape, map)
-ANY_MAP = {
-    "3x3": ((6, 5, 3, 3), LOCO_2D),
-    "5x5": ((6, 5, 5, 5), geometry.decay_map((5, 5), (2.0, 1.5, 1.0, 0.8, 0.5, 0.25))),
-    "1x7": ((6, 5, 1, 7), geometry.decay_map((1, 7), (0.5, 2.0))),
-    "7x1": ((6, 5, 7, 1), geometry.decay_map((7, 1), (0.5, 2.0))),
-    "3d": ((4, 3, 3, 3, 3), geometry.decay_map((3, 3, 3), (0.5, 2.0))),
-    "1d": ((7, 6, 3), LOCO),
-    "per_block": ((23, 2, 3, 5), FULL.flatten()[:23].reshape(23, 1, 1, 1)),
-    "per_input_channel": ((6, 5, 3, 3), FULL[0, :, :1, :1]),
-    "full_size": ((6, 5, 3, 3), FULL),
-    "single_element": ((6, 5, 3, 3), torch.tensor([0.7], dtype=torch.float64)),
-    "0_dim": ((6, 5, 3, 3), torch.tensor(0.7, dtype=torch.float64)),
-    "column": ((6, 5, 3, 3), FULL[0, 0, :, :1]),
-    "transposed": ((6, 5, 3, 3), FULL[0, 0].t()),
-    "with_gaps": ((6, 5, 3, 3), FULL[0, ::2, :, 0]),
-    "expanded": ((6, 5, 3, 3), FULL[0, 0, 0].expand(3, 3)),
-    "of_a_0_dim_parameter": ((), torch.tensor(0.7, dtype=torch.float64)),
-    "of_an_empty_parameter": ((0, 5, 3, 3), LOCO_2D),
-    "per_channel_of_an_empty_parameter": ((6, 0, 3, 3), FULL[:, :1, :1, :1]),
-    "longer_than_the_table": ((2, 300, 3, 3), FULL.flatten()[:9].reshape(3, 3)),
-    "of_a_large_kernel": ((3, 2, 47, 47), torch.rand(47, 47, dtype=torch.float64)),
-    "full_size_and_long": ((9, 300, 3), torch.rand(9, 300, 3, dtype=torch.float64)),
-}
 
 
 @with_interpreter

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.covering import covering
-from tests.optim_step.cases import assert_same, assert_untouched, make_case
+from tests.optim_step.cases import FLOATS, SHAPES, assert_same, assert_untouched, make_case
 from tests.optim_step.interpreter import assert_is_reference, scalars
-from tests.optim_step.test_step import FLOATS, LOCO_2D, SHAPES
+from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import same_bits
 from tests.triton_runs import loaded, needs_triton, saved
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.optim_step.cases import Case, assert_same, make_case
-from tests.optim_step.test_step import LOCO_2D
+from tests.optim_step.maps import LOCO_2D
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

@@ -10,8 +10,8 @@ from loco_ext.ops.step_checks import check_step
 from loco_ext.reference.rounding import philox
 from tests.optim_step.cases import assert_same, assert_untouched, make_case, whole
 from tests.optim_step.interpreter import BLOCK, assert_is_reference, far
-from tests.optim_step.test_layouts import KINDS, LAYOUTS
-from tests.optim_step.test_step import ANY_MAP, LOCO_2D
+from tests.optim_step.layouts import KINDS, LAYOUTS
+from tests.optim_step.maps import ANY_MAP, LOCO_2D
 from tests.tolerances import same_bits
 from tests.triton_runs import needs_triton
 

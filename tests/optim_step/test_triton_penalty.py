@@ -8,9 +8,9 @@ import torch
 
 from loco_ext import geometry, ops
 from tests.covering import covering, slow
-from tests.optim_step.cases import Case, assert_untouched, make_case
-from tests.optim_step.test_layouts import LAYOUTS
-from tests.optim_step.test_step import FLOATS, LOCO_2D
+from tests.optim_step.cases import FLOATS, Case, assert_untouched, make_case
+from tests.optim_step.layouts import LAYOUTS
+from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
 from tests.triton_runs import needs_triton
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import BLOCK, assert_is_reference
-from tests.optim_step.test_layouts import LAYOUTS
+from tests.optim_step.layouts import LAYOUTS
 from tests.triton_runs import needs_triton
 
 pytestmark = needs_triton

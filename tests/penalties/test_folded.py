@@ -11,6 +11,7 @@ from torch import nn
 import loco_ext
 from loco_ext import geometry, optim, sparsity
 from tests.optim.stepping import CLASSES, set_gradients
+from tests.penalties.cases import make_norm
 from tests.tolerances import STATIONARY, same_bits
 
 RINGS, KERNELS = sparsity.RingPenalty(0.12), sparsity.KernelPenalty(0.3)
@@ -30,14 +31,6 @@ CASES = {
     "amsgrad": ("Adam", {"lr": 0.02, "amsgrad": True}),
     "AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.0}),
 }
-
-
-def make_norm(channels):
-    generator = torch.Generator().manual_seed(0)
-    norm = nn.BatchNorm2d(channels, eps=0.1)
-    norm.weight.data = torch.randn(channels, generator=generator)
-    norm.running_var = torch.rand(channels, generator=generator) + 0.05
-    return norm
 
 
 def make_layers(seed=0, dtype=torch.float64):

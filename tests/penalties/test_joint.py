@@ -13,7 +13,7 @@ from loco_ext import geometry, ops, optim, sparsity
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from tests.covering import covering
 from tests.optim.stepping import train
-from tests.penalties.test_in_step import DTYPES, KINDS, LAYOUTS, make, make_params
+from tests.penalties.cases import DTYPES, KINDS, LAYOUTS, make, make_params
 from tests.tolerances import assert_within_ulps, same_bits
 
 SHAPES = [(6, 16, 3, 3), (5, 3, 5, 5), (7,), (4, 3, 3, 3, 3)]

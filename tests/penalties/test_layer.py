@@ -11,8 +11,8 @@ import loco_ext
 from loco_ext import ops, optim, sparsity
 from tests.covering import slow
 from tests.optim.stepping import set_gradients, train
-from tests.penalties.test_in_step import DTYPES, KINDS, LAYOUTS, SHAPES, make, make_params
-from tests.penalties.test_minimum import CASES, CLOSE, KERNELS
+from tests.penalties.cases import DTYPES, KINDS, LAYOUTS, SHAPES, make, make_params
+from tests.penalties.minimum import CASES, CLOSE, KERNELS
 from tests.ring_prox.solvers import clarabel
 from tests.tolerances import BY_INTERIOR_POINTS, assert_within_ulps, same_bits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import loco_ext
 from loco_ext import ops, sparsity
 from tests.covering import covering, label
-from tests.optim_step.test_layouts import GUARD
+from tests.optim_step.layouts import GUARD
 from tests.ring_prox.cases import FLOATS, MODES, Rings, covered_modes, make_case, mode_id, ring_prox_of_taps
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 

@@ -1,0 +1,87 @@
+"""Calls of ring_prox for the tests of its Triton kernels: made from a seed, in memory of all kinds, and compared."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loco_ext import geometry
+from tests.tolerances import assert_within_ulps, same_bits
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+FLOATS = [F64, F32, BF16, F16]
+
+
+@dataclass
+class Call:
+    """The arguments of ring_prox."""
+
+    weight: Tensor
+    rings: Sequence[int]
+    thresholds: Tensor
+    squared: Tensor | None = None
+    metric: Tensor | None = None
+    linf: bool = False
+    settings: dict = field(default_factory=dict)  # attributes to set in the launcher's module
+
+    def arguments(self) -> tuple:
+        return self.weight, self.rings, self.thresholds, self.squared, self.metric, self.linf
+
+
+def assert_same(actual: Tensor, expected: Tensor, scale: Tensor, ulps: float | None = None) -> None:
+    """Assert equality, except for rounding, with zeros, infinities and NaN in the same places."""
+    special = (expected == 0) | ~expected.isfinite()
+    assert torch.equal(special, (actual == 0) | ~actual.isfinite()), "other weights vanish"
+    assert same_bits(actual[special], expected[special])
+    assert_within_ulps(actual[~special], expected[~special], ulps, scale[~special])
+
+
+def lie(tensor: Tensor, order: Sequence[int] | None = None, step: int = 1) -> Tensor:
+    """Return a copy amid NaN: axes in ``order`` from slowest to fastest, on every ``step``-th element of each."""
+    order = list(range(tensor.dim())) if order is None else order
+    sizes = [tensor.shape[d] * step for d in order]
+    memory = torch.full((torch.Size(sizes).numel() + 16,), torch.nan, dtype=tensor.dtype)
+    view = memory[8:-8].view(sizes)[tuple(slice(None, None, step) for _ in order)]
+    return view.permute([order.index(d) for d in range(tensor.dim())]).copy_(tensor)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lie,
+    "channels_last": lambda t: lie(t, [0, *range(2, t.dim()), 1]),
+    "kernels_fastest": lambda t: lie(t, list(range(t.dim()))[::-1]),
+    "channels_slowest": lambda t: lie(t, [1, 0, *range(2, t.dim())]),
+    "gaps": lambda t: lie(t, step=2),
+    "channels_last_gaps": lambda t: lie(t, [0, *range(2, t.dim()), 1], 3),
+    "negated": lambda t: lie(torch.complex(t.double(), -t.double())).conj().imag if t.dtype == F64 else lie(t),
+}
+
+
+def make(
+    shape: Sequence[int],
+    dtype: torch.dtype = F32,
+    linf: bool = False,
+    squared: bool = False,
+    metric: torch.dtype | None = None,
+    rings: Sequence[int] | None = None,
+    strength: float = 0.5,
+    rows: bool = True,
+) -> Call:
+    """Return a call for which some rings vanish and others do not."""
+    rings = geometry.ring_index(shape[2:]).flatten().tolist() if rings is None else rings
+    count = max(rings) + 1
+    channels = shape[1] * len(rings) / count  # weights of a ring, on average
+    t = (
+        torch.rand((shape[0], count) if rows else (count,), dtype=F64)
+        * strength
+        * (channels if linf else channels**0.5)
+    )
+    return Call(
+        weight=lie(torch.randn(shape).to(dtype)),
+        rings=rings,
+        thresholds=t,
+        squared=t.flip(-1) * (0.01 if linf else 0.05) if squared else None,
+        metric=None if metric is None else lie((torch.rand(shape) + 0.2).to(metric)),
+        linf=linf,
+    )
