@@ -173,8 +173,12 @@ def dense(study: Study, seed: int, share: float) -> nn.Module:
 
 def width(study: Study, seed: int, share: float, distilled: bool = False) -> nn.Module:
     """Train a network of uniformly fewer channels."""
+    return study.fit(_narrower(study, seed, share), seed, distilled=distilled)
+
+
+def _narrower(study: Study, seed: int, share: float) -> nn.Module:
     fits = (w for w in WIDTHS if study.macs(study.network(0, float(w))) <= share * study.whole)
-    return study.fit(study.network(seed, float(next(fits))), seed, distilled=distilled)
+    return study.network(seed, float(next(fits)))
 
 
 def kernels(study: Study, seed: int, share: float) -> nn.Module:
@@ -244,6 +248,18 @@ def at_once(study: Study, seed: int, share: float, distilled: bool = False, **op
     return study.fit(network, seed, range(study.cut, study.epochs), distilled=distilled)
 
 
+def as_fast(study: Study, seed: int, share: float) -> nn.Module:
+    """Train the network, shrink it at the cut until it is as fast as that of :func:`width`, and train what is left.
+
+    Its MACs may be more.
+    """
+    count = max(TIMED)
+    latency = study.latencies(_narrower(study, seed, share))[TIMED[count]]
+    options: dict[str, Any] = {"batches": study.batches(seed), "granularity": "filters", "latency": latency}
+    half, images = study.dense(seed, study.cut), study.images.expand(count, -1, -1, -1)
+    return study.fit(sparsity.shrink_to(half, images, **options)[0], seed, range(study.cut, study.epochs))
+
+
 def _shrunk(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     half = study.dense(seed, study.cut)
     options = {"batches": study.batches(seed), "granularity": "filters"} | options
@@ -260,24 +276,40 @@ def torch_pruning(
     """
     import torch_pruning as tp
 
-    importance = tp.importance.GroupMagnitudeImportance()
-    network = study.network(seed) if sparse else study.dense(seed, study.cut)
+    network = _sparsely_trained(study, seed) if sparse else study.dense(seed, study.cut)
     options: dict[str, Any] = {"global_pruning": global_pruning, "pruning_ratio": 1.0, "max_pruning_ratio": 0.95}
-    options |= {"ignored_layers": [m for m in network.modules() if isinstance(m, nn.Linear)]}
-    options |= {"iterative_steps": PRUNING_STEPS}
-    if sparse:
-        optimizer = make_optimizer(study.training(seed), network)
-        pruner = tp.pruner.GroupNormPruner(network, study.images, importance, **options)
-        handle = optimizer.register_step_pre_hook(lambda *_: pruner.regularize(network))
-        study.fit(network, seed, range(study.cut), optimizer=optimizer)
-        handle.remove()
-    else:
-        pruner = tp.pruner.BasePruner(network, study.images, importance, **options)
+    options |= _for_torch_pruning(network) | {"iterative_steps": PRUNING_STEPS}
+    pruner = tp.pruner.BasePruner(network, study.images, **options)
     for _ in range(PRUNING_STEPS):
         if study.macs(copy.deepcopy(network)) <= share * study.whole:
             return study.fit(network, seed, range(study.cut, study.epochs), distilled=distilled)
         pruner.step()
     raise ValueError(f"share: expected one that Torch-Pruning reaches, got {share}")
+
+
+def _sparsely_trained(study: Study, seed: int) -> nn.Module:
+    """Return the network as it is at the cut after Torch-Pruning's sparse learning, trained once for all shares."""
+    import torch_pruning as tp
+
+    network, path = study.network(seed), study.runs / f"sparse-{seed}.pt"
+    if path.exists():
+        network.load_state_dict(torch.load(path, weights_only=True))
+        return network
+    optimizer = make_optimizer(study.training(seed), network)
+    regularizer = tp.pruner.GroupNormPruner(network, study.images, **_for_torch_pruning(network))
+    handle = optimizer.register_step_pre_hook(lambda *_: regularizer.regularize(network))
+    study.fit(network, seed, range(study.cut), optimizer=optimizer)
+    handle.remove()
+    with replacing(path) as temporary:
+        torch.save(network.state_dict(), temporary)
+    return network
+
+
+def _for_torch_pruning(network: nn.Module) -> dict[str, Any]:
+    import torch_pruning as tp
+
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    return {"importance": tp.importance.GroupMagnitudeImportance(), "ignored_layers": linear}
 
 
 @dataclass(frozen=True)
@@ -301,6 +333,7 @@ WAYS = {
     "shrink_to": Way(at_once),
     "shrink_to, by fours": Way(partial(at_once, round_to=4)),
     "shrink_to, by eights": Way(partial(at_once, round_to=8)),
+    "shrink_to, latency": Way(as_fast),
     "Budget": Way(gradually),
     "Budget, penalty": Way(penalized),
     "Budget, rings": Way(partial(gradually, granularity="rings")),

@@ -239,14 +239,15 @@ class Settings:
         Option(help="What --macs, --parameters or --latency removes: whole filters, or also rings of their taps."),
     ] = "rings"
     round_to: Annotated[
-        int,
+        int | None,
         Option(
             min=1,
             max=MOST,
+            show_default="1, or what serves --latency best",
             help="With --macs, --parameters or --latency, make all numbers of channels multiples of this number; 8 "
             "suits fast kernels.",
         ),
-    ] = 1
+    ] = None
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
         Option(
@@ -300,9 +301,11 @@ class Settings:
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
         if budget_of(self) is None:
-            for name, default in (("method", "pruning"), ("granularity", "rings"), ("round_to", 1)):
-                if (value := getattr(self, name)) != default:
-                    raise SettingsError(f"{name}: expected {default} without macs, parameters or latency, got {value}")
+            without = {"method": ("pruning",), "granularity": ("rings",), "round_to": (1, None)}
+            for name, accepted in without.items():
+                if (value := getattr(self, name)) not in accepted:
+                    expected = f"expected {accepted[0]} without macs, parameters or latency"
+                    raise SettingsError(f"{name}: {expected}, got {value}")
         check_temperature(self)
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"

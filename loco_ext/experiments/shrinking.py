@@ -72,9 +72,14 @@ class Shrinking:
         Literal["rings", "filters"], Option(help="What is removed: whole filters, or also rings of their taps.")
     ] = "rings"
     round_to: Annotated[
-        int,
-        Option(min=1, max=MOST, help="Make all numbers of channels multiples of this number; 8 suits fast kernels."),
-    ] = 1
+        int | None,
+        Option(
+            min=1,
+            max=MOST,
+            show_default="1, or what serves --latency best",
+            help="Make all numbers of channels multiples of this number; 8 suits fast kernels.",
+        ),
+    ] = None
     importance: Annotated[
         Literal["taylor", "norm"],
         Option(

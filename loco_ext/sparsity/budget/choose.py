@@ -100,6 +100,10 @@ class Problem:
         taps = self._units @ (self._inputs(stays) * self._taps(sizes))
         return float(taps + self.class_costs[stays].sum()) + self.rest
 
+    def share(self, sizes: Sizes) -> float:
+        """Return the cost of these sizes as a share of that of whole filters."""
+        return self.cost(sizes) / self.cost(self.whole())
+
     def filter_costs(self) -> list[float]:
         """Return the mean cost of a whole filter of each layer: its taps, and its part of what reads its channel.
 

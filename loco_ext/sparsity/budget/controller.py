@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +14,14 @@ from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
+from loco_ext.sparsity.budget.shrink import Search, best, bounds, check_budget, roundings_of
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
 Found = TypeVar("Found")
 
 # The keys of a state, and the types of their values.
-_STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, "removed": list}
+_STATE: dict[str, Any] = {"steps": int, "target": float, "round_to": int, "importance": Mapping, "removed": list}
 _STATE |= {"sizes": list | None, "penalty": tuple | list | None}
 
 _ANY = 1e-3  # value of what is zero and may be trained
@@ -103,7 +104,7 @@ class Budget:
         granularity: str = "rings",
         least: int | Mapping[str, int] = 1,
         skip: Collection[str] = (),
-        round_to: int = 1,
+        round_to: int | None = None,
     ) -> None:
         self.cost, self.share = check_budget(macs=macs, parameters=parameters, latency=latency)
         inputs = check_inputs(model, example_inputs)
@@ -114,16 +115,17 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least, self._round_to = bounds(self._structure, least), check_count("round_to", round_to, 1)
+        self._least, roundings = bounds(self._structure, least), roundings_of(self.cost, round_to)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
+        self._round_to = roundings[0]
         if self.cost == "latency":
-            self._target = _by_the_first_process(self._search().guess)
+            self._round_to, self._target = _by_the_first_process(partial(self._start, roundings))
         else:
-            self._search().search(self.share, near=0.0)  # raises if that is impossible
+            self._search().search(near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
 
     def step(self) -> None:
@@ -164,7 +166,7 @@ class Budget:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller; the weights are the model's."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
-        steps = {"steps": self.steps, "target": self._target}
+        steps = {"steps": self.steps, "target": self._target, "round_to": self._round_to}
         penalty = None if self._penalty is None else self._penalty.state()
         return {
             **steps,
@@ -183,6 +185,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
+        self._round_to = state["round_to"]
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
@@ -223,7 +226,7 @@ class Budget:
         """Keep filters at these sizes from now on; None leaves them whole."""
         self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
-    def _problem(self) -> Problem:
+    def _problem(self, round_to: int | None = None) -> Problem:
         """Return the problem of choosing sizes with the importance known by now."""
         if self.importance == "norm" or self.steps == 0:
             lost = by_norm(self._structure)
@@ -235,17 +238,22 @@ class Budget:
         else:
             lost = self._taylor.lost()
         counted = "parameters" if self.cost == "parameters" else "macs"
-        return self._structure.problem(counted, lost, self._least, self._round_to)
+        return self._structure.problem(counted, lost, self._least, round_to or self._round_to)
 
     def _due(self) -> Sizes:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted."""
         if self.steps == self.end:
-            return self._search().search(self._target)[2]
+            return self._search().search(self._target).sizes
         problem = self._problem()
         return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
+    def _start(self, roundings: Sequence[int]) -> tuple[int, float]:
+        """Return the rounding with which a network that meets the latency loses the least importance, and its count."""
+        found = best(self._search(each) for each in roundings)
+        return found.problem.round_to, found.problem.share(found.sizes)
+
     @torch.no_grad()
-    def _search(self) -> Search:
+    def _search(self, round_to: int | None = None) -> Search:
         """Return the search for the share of what is counted with which the compacted network meets the budget.
 
         Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
@@ -253,7 +261,7 @@ class Budget:
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         for parameter in model.parameters():
             parameter.masked_fill_(parameter == 0, _ANY)
-        return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
+        return Search(model.eval(), self._inputs, structure, self._problem(round_to), self.cost, self.share)
 
 
 def _arrays(sizes: Sequence[Tensor]) -> Sizes:

@@ -18,6 +18,7 @@ from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
+ROUNDINGS = 1, 4, 8, 16  # numbers of channels that kernels compute together
 _MOST_TRIES = 12
 _ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
@@ -38,7 +39,7 @@ def shrink_to(
     granularity: str = "rings",
     least: int | Mapping[str, int] = 1,
     skip: Collection[str] = (),
-    round_to: int = 1,
+    round_to: int | None = None,
 ) -> tuple[nn.Module, Report]:
     """Return a smaller network of the given cost that keeps what is most important of a trained model.
 
@@ -68,7 +69,8 @@ def shrink_to(
         least: number of filters that each layer keeps at least, or such numbers by the module's name (else 1).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
         round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU work on 8 or 16
-            channels together, and those on tensor cores on 8: others take as long as the next multiple.
+            channels together, and those on tensor cores on 8: others take as long as the next multiple. By default 1;
+            for a latency, 1, 4, 8 and 16 are tried, and the one that loses the least importance is taken.
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it where
@@ -98,10 +100,14 @@ def shrink_to(
     inputs = check_inputs(model, example_inputs)
     dense = copied(unwrapped(model)).eval()
     structure = structure_of(dense, inputs, kind, granularity, skip)
-    counted = "parameters" if cost == "parameters" else "macs"
+    roundings = roundings_of(cost, round_to)
+    counted, kept = "parameters" if cost == "parameters" else "macs", bounds(structure, least)
     lost = _lost(structure, dense, importance, batches, loss)
-    problem = structure.problem(counted, lost, bounds(structure, least), check_count("round_to", round_to, 1))
-    network, report = Search(dense, inputs, structure, problem, cost, share).run()
+    problems = [structure.problem(counted, lost, kept, each) for each in roundings]
+    found = best([Search(dense, inputs, structure, problem, cost, share) for problem in problems])
+    network, report = found.network, found.report
+    if cost == "latency":
+        network, _ = compact(network, inputs, fold_norms=False)
     modes = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
         module.training = modes.get(name, model.training)
@@ -118,6 +124,13 @@ def check_budget(**budgets: float | None) -> tuple[str, float]:
     if not 0 < share <= 1:
         raise ValueError(f"{name}: expected a share of the model's own, in (0, 1], got {value!r}")
     return name, share
+
+
+def roundings_of(cost: str, round_to: int | None) -> tuple[int, ...]:
+    """Return the numbers of which numbers of channels may become multiples."""
+    if round_to is None:
+        return ROUNDINGS if cost == "latency" else (1,)
+    return (check_count("round_to", round_to, 1),)
 
 
 def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
@@ -151,6 +164,23 @@ def _lost(
 
 
 @dataclass(frozen=True)
+class Found:
+    """A network that meets the budget.
+
+    Args:
+        network: the smaller network; for a latency, it is the model with zeros.
+        report: its report, of the network as it will run.
+        sizes: the sizes of its filters.
+        problem: the problem that they solve.
+    """
+
+    network: nn.Module
+    report: Report
+    sizes: Sizes
+    problem: Problem
+
+
+@dataclass(frozen=True)
 class Search:
     """Search for the sizes with which the compacted network just meets the budget.
 
@@ -164,49 +194,37 @@ class Search:
     cost: str
     share: float
 
-    def run(self) -> tuple[nn.Module, Report]:
-        """Return the network and its report; raise ValueError if no sizes that are allowed meet the budget."""
-        network, report, _ = self.search(self.share)
-        if self.cost == "latency":
-            network, _ = compact(network, self.inputs, fold_norms=False)
-        return network, report
-
-    def guess(self) -> float:
-        """Return the count, as a share of the model's, that should meet the budget, judged by one network.
-
-        Raises:
-            ValueError: the cheapest network does not meet the budget.
-        """
-        least = self._reached(self._network(self._sizes(0.0))[1])
-        if least > self.share:
-            raise self._beyond(least)
-        sizes = self._sizes(self.share)
-        return min(1.0, self._counted(sizes) * self.share / self._reached(self._network(sizes)[1]))
-
-    def search(self, target: float, near: float = _NEAR) -> tuple[nn.Module, Report, Sizes]:
-        """Return the network, its report and its sizes.
+    def search(self, target: float | None = None, near: float = _NEAR) -> Found:
+        """Return a network that meets the budget and loses as little importance as is found.
 
         Args:
-            target: share of the count that is tried first.
+            target: share of the count that is tried first; by default the budget.
             near: share of the budget from which on a network is returned without looking for a larger one.
 
         Raises:
             ValueError: no sizes that are allowed meet the budget.
         """
+        target = self.share if target is None else target
         low, high = 0.0, math.inf
-        best: tuple[nn.Module, Report, Sizes] | None = None
+        best: Found | None = None
+        known: dict[tuple[bytes, ...], float] = {}  # what sizes reach, which rounded ones do that several targets have
         least = 1.0
         for tried in range(_MOST_TRIES):
             sizes = self._sizes(target)
-            counted = self._counted(sizes)
+            counted = self.problem.share(sizes)
             cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
             if cheapest and best is not None:
                 break
             target = max(target, counted)
-            network, report = self._network(sizes)
-            reached = self._reached(report)
+            key = tuple(chosen.tobytes() for chosen in sizes)
+            if is_new := key not in known:
+                network, report = self._network(sizes)
+                known[key] = self._reached(report)
+            reached = known[key]
             if reached <= self.share:
-                best, low = (network, report, sizes), target
+                low = target
+                if is_new:
+                    best = Found(network, report, sizes, self.problem)
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
@@ -216,13 +234,9 @@ class Search:
             guess, stuck = min(1.0, target * self.share / reached), best is None and tried >= _GUESSES
             target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if best is None:
-            raise self._beyond(least)
+            least = min(1.0, (1 + _ROUNDING) * least)
+            raise ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
         return best
-
-    def _beyond(self, least: float) -> ValueError:
-        """Return the error of a budget that cannot be met; it names the least, rounded up."""
-        least = min(1.0, (1 + _ROUNDING) * least)
-        return ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
 
     def _sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""
@@ -231,10 +245,6 @@ class Search:
     def _cost(self, target: float) -> float:
         """Return this share of the model's count."""
         return target * self.problem.cost(self.problem.whole())
-
-    def _counted(self, sizes: Sizes) -> float:
-        """Return the count of these sizes as a share of the model's."""
-        return self.problem.cost(sizes) / self.problem.cost(self.problem.whole())
 
     def _network(self, sizes: Sizes) -> tuple[nn.Module, Report]:
         """Return the network that is left of sizes, and its report; for a latency, it is the model with zeros."""
@@ -253,3 +263,21 @@ class Search:
         if not report.latency_before or report.latency_after is None:
             raise ValueError("latency: expected a model of which a smaller one can be timed, got none")
         return report.latency_after / report.latency_before
+
+
+def best(searches: Iterable[Search]) -> Found:
+    """Return what loses the least importance of all that searches find.
+
+    Raises:
+        ValueError: none finds anything; the error is the first one's.
+    """
+    found: list[Found] = []
+    failed: list[ValueError] = []
+    for search in searches:
+        try:
+            found.append(search.search())
+        except ValueError as error:
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    return min(found, key=lambda one: one.problem.lost(one.sizes))

@@ -119,12 +119,17 @@ def macs(model: nn.Module) -> int:
     return total
 
 
-def timed(share: float) -> Any:
-    """Return compaction that measures this share of the latency for no MACs, and in proportion to them above it."""
+def timed(share: float, together: int = 1) -> Any:
+    """Return compaction that measures this share of the latency for no MACs, and in proportion to them above it.
+
+    Filters of a convolution run ``together``: fewer take as long.
+    """
 
     def compact(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
         network, report = sparsity.compact(model, inputs, cost="macs", **options)
-        latency = share + (1 - share) * report.macs_after / report.macs_before
+        filters = [(layer.macs_after, max(1, layer.filters_after)) for layer in report.layers]
+        executed = sum(macs * -(-count // together) * together / count for macs, count in filters)
+        latency = share + (1 - share) * executed / report.macs_before
         return network, replace(report, latency_before=1.0, latency_after=latency)
 
     return compact

@@ -1,6 +1,7 @@
 """Networks of a given cost: the cost counted by hooks, importance by differences, and what has to stay."""
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,29 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
         np.testing.assert_allclose(falls[order[:count], -1].sum(), -importance.sum() * np.log(kept), atol=1e-12)
     assert falls.max() > 10 * importance.sum()  # the fall of the last filter
     assert not log_importance_lost(np.zeros((3, 2))).any()
+
+
+def test_a_latency_takes_the_rounding_that_loses_the_least_importance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that compute several channels together, in place of what compaction measures."""
+    torch.manual_seed(0)
+    model = models.small_cnn(3, 4, 9).eval()
+    filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
+    parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
+    how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
+    best = []
+    for together in (1, 8):
+        monkeypatch.setattr(shrink, "compact", timed(0.1, together))
+        lost = {}
+        for round_to in (None, *shrink.ROUNDINGS):
+            smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
+            assert report.latency_after is not None
+            assert report.latency_after <= 0.6
+            widths = [m.out_channels for m in smaller.modules() if isinstance(m, nn.Conv2d)]
+            kept = [float(part[:width].sum()) for part, width in zip(parts, widths, strict=True)]
+            lost[round_to] = -sum(map(math.log, kept))
+        assert lost.pop(None) == min(lost.values())
+        best.append(min(lost, key=lambda each: lost[each]))
+    assert best[0] == 1 < best[1]
 
 
 @pytest.mark.slow
