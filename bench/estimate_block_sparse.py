@@ -200,7 +200,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
     kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
-    of_gpu = block_sparse_tiles.Gpu(
+    of_gpu = block_sparse_tiles.GpuLimits(
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
     replaced: dict[str, Any] = {"_tf32": lambda: tf32, "_gpu": lambda _device: of_gpu, **kernels}

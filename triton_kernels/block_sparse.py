@@ -145,17 +145,17 @@ def _tf32() -> bool:
 
 
 @cache
-def _gpu(device: torch.device) -> tiles.Gpu:
+def _gpu(device: torch.device) -> tiles.GpuLimits:
     """Return what plans depend on."""
     if device.type != "cuda":
-        return tiles.Gpu(NO_GPUS_SHARED_MEMORY)
+        return tiles.GpuLimits(NO_GPUS_SHARED_MEMORY)
     properties: Any = torch.cuda.get_device_properties(device)
     multiprocessors = properties.multi_processor_count
     if torch.version.hip is not None:
-        return tiles.Gpu(properties.shared_memory_per_block, multiprocessors=multiprocessors)
+        return tiles.GpuLimits(properties.shared_memory_per_block, multiprocessors=multiprocessors)
     capability = properties.major, properties.minor
     fences = tiles.puts_fences(triton.__version__, capability)
-    return tiles.Gpu(properties.shared_memory_per_block_optin, fences, multiprocessors, properties.major)
+    return tiles.GpuLimits(properties.shared_memory_per_block_optin, fences, multiprocessors, properties.major)
 
 
 def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:

@@ -29,7 +29,7 @@ import triton.language as tl
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockSparseForm:
     """The compile-time constants of a kernel."""
 
     samples: int  # samples per tile; a power of 2, like all tile sizes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from loco_ext.triton_kernels.block_sparse_kernels import Form
+from loco_ext.triton_kernels.block_sparse_kernels import BlockSparseForm
 
 LEAST = 16  # smallest size of a tile of tl.dot along each axis
 UNIT = 16  # largest unit, in elements
@@ -50,7 +50,7 @@ MOST = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuLimits:
     """The properties of a GPU that a plan depends on."""
 
     shared_memory: int  # bytes that a program may use
@@ -75,10 +75,10 @@ def puts_fences(version: str, capability: tuple[int, int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """A kernel's compile-time constants and launch options."""
 
-    form: Form
+    form: BlockSparseForm
     warps: int
     stages: int
     registers: int | None = None  # most registers of a thread, if limited
@@ -123,7 +123,7 @@ def _most_by_hand(depth: int, unit: int, dtype: torch.dtype) -> int:
     return 2048 // depth if unit * dtype.itemsize < 4 else 256
 
 
-def _stages(stages: int, kind: str, gpu: Gpu) -> int:
+def _stages(stages: int, kind: str, gpu: GpuLimits) -> int:
     """Return 1, which copies no tile asynchronously, where tensor cores would not wait for the copies."""
     return stages if gpu.fences or kind not in ("half", "tf32") else 1
 
@@ -135,11 +135,11 @@ def product(
     channels: int,
     dtype: torch.dtype,
     tf32: bool,
-    gpu: Gpu,
+    gpu: GpuLimits,
     units: Units,
     transposed: bool,
     products: int,
-) -> Plan:
+) -> TilePlan:
     """Return the plan for products of samples by blocks ``[summed, channels]``.
 
     Args:
@@ -163,8 +163,8 @@ def product(
     warps = 8 if samples * width > most.accumulated else 4
     # On capability 10, which accumulates outside of registers, the limit would spill some.
     limited = tensor_cores and whole_copies and warps == 8 and gpu.capability in (8, 9, 12)
-    form = Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
-    return Plan(form, warps, _stages(stages, kind, gpu), SHARED_REGISTERS if limited else None)
+    form = BlockSparseForm(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
+    return TilePlan(form, warps, _stages(stages, kind, gpu), SHARED_REGISTERS if limited else None)
 
 
 def _samples_of_a_program(batch: int, most: int, width: int, programs: int, multiprocessors: int) -> int:
@@ -193,11 +193,11 @@ def gradient(
     width: int,
     dtype: torch.dtype,
     tf32: bool,
-    gpu: Gpu,
+    gpu: GpuLimits,
     units: Units,
     products: int,
     row_blocks: float,
-) -> Plan:
+) -> TilePlan:
     """Return the plan for the gradient of blocks ``[depth, width]``.
 
     The output gradients of an output pixel, of all samples, are loaded once for all of its blocks if they and two tiles
@@ -226,8 +226,10 @@ def gradient(
     warps = 8 if blocks * depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
     programs = products * triton.cdiv(depth, depth_tile) * triton.cdiv(width, width_tile)
     slices = _slices_of_a_row(row_blocks, programs, gpu.multiprocessors)
-    form = Form(samples, depth_tile, width_tile, parts=parts, slices=slices, blocks=blocks, **_common(kind, units))
-    return Plan(form, warps, _stages(3, kind, gpu))
+    form = BlockSparseForm(
+        samples, depth_tile, width_tile, parts=parts, slices=slices, blocks=blocks, **_common(kind, units)
+    )
+    return TilePlan(form, warps, _stages(3, kind, gpu))
 
 
 def _slices_of_a_row(row_blocks: float, programs: int, multiprocessors: int) -> int:
@@ -249,10 +251,10 @@ def slices_of(row_blocks: float) -> int:
 
 
 @_cached
-def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> Plan:
+def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> TilePlan:
     """Return the plan for blocks of one element."""
     width = min(triton.next_power_of_2(channels), DEPTHWISE_CHANNELS)
     samples = min(triton.next_power_of_2(max(batch, 1)), DEPTHWISE_ELEMENTS // width)
     kind = kind_of(dtype, tf32=False)
-    form = Form(samples, 1, width, slices=slices, **_common(kind, units))
-    return Plan(form, warps=max(1, min(4, samples * width // 128)), stages=3)
+    form = BlockSparseForm(samples, 1, width, slices=slices, **_common(kind, units))
+    return TilePlan(form, warps=max(1, min(4, samples * width // 128)), stages=3)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
-from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, SCALARS, Form, prepare_kernel, step_kernel
+from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, SCALARS, StepForm, prepare_kernel, step_kernel
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
@@ -32,7 +32,7 @@ _UPLOADS = Uploads()
 
 
 @dataclass
-class Table:
+class StepTable:
     """The table of one step on the device, and where its sections and launches begin."""
 
     memory: Tensor  # uint8
@@ -92,16 +92,18 @@ def describe(args: StepArgs) -> CachedStep:
     return CachedStep(*backends.operators().optim_step_table(*args.for_operator()))
 
 
-def upload_table(cached: CachedStep, device: torch.device) -> Table:
+def upload_table(cached: CachedStep, device: torch.device) -> StepTable:
     """Return the step's table on the device."""
     data = cached.table.numpy()
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
     hyper, lrs, entries, nests, maps, chunks, *launches = cached.layout
     numbers = iter(launches)
-    return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(numbers, numbers, numbers, strict=True)))
+    return StepTable(
+        memory, hyper, lrs, entries, nests, maps, chunks, list(zip(numbers, numbers, numbers, strict=True))
+    )
 
 
-def prepare(table: Table, args: StepArgs) -> Tensor:
+def prepare(table: StepTable, args: StepArgs) -> Tensor:
     """Increment the step counts, and return the scalars of each tensor's step: float64, [tensors, SCALARS]."""
     count = len(args.params)
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=table.memory.device)
@@ -110,16 +112,16 @@ def prepare(table: Table, args: StepArgs) -> Tensor:
     return scalars
 
 
-def form_of(kind: int, args: StepArgs) -> Form:
+def form_of(kind: int, args: StepArgs) -> StepForm:
     """Return the compile-time constants of a launch's kernel; ``kind``: as in ``csrc/optim_step/bind_table.cpp``."""
     dtypes = tuple(_DTYPES[kind >> 3 * k & 7] for k in range(OPERANDS))
     flat, aligned, wide = (bool(kind >> 3 * OPERANDS + k & 1) for k in range(3))
     stochastic = args.seed is not None and dtypes[0] == tl.bfloat16
     rule = "sgd" if args.rule is SGD else "adam"
-    return Form(rule, dtypes, flat, aligned, wide, stochastic=stochastic, **args.flags._asdict())
+    return StepForm(rule, dtypes, flat, aligned, wide, stochastic=stochastic, **args.flags._asdict())
 
 
-def launch(table: Table, args: StepArgs, scalars: Tensor | None) -> None:
+def launch(table: StepTable, args: StepArgs, scalars: Tensor | None) -> None:
     """Launch the kernels that step all tensors; ``scalars``: from :func:`prepare`, None for SGD."""
     words = [_signed(value) for value in (args.seed or 0, (args.seed or 0) >> 32, args.rounding_step)]
     sections = (table.hyper_at, table.lrs_at, table.entries_at, table.nests_at, table.maps_at)

@@ -48,7 +48,7 @@ SGD_COLUMNS, ADAM_COLUMNS, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.conste
 
 
 @dataclass(frozen=True)
-class Form:
+class StepForm:
     """The compile-time constants of a kernel."""
 
     rule: str  # "sgd" or "adam"

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from loco_ext.triton_kernels.ring_prox_kernels import norms_kernel, prox_kernel
-from loco_ext.triton_kernels.ring_prox_weights import Form
+from loco_ext.triton_kernels.ring_prox_weights import WeightForm
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
@@ -161,11 +161,11 @@ def form_of(
     metric: Tensor | None = None,
     linf: bool = False,
     squared: bool = False,
-) -> Form:
+) -> WeightForm:
     """Return the compile-time constants of a kernel; ``most``: the most taps of a ring."""
     channels, taps = weight.shape[1], weight.shape[2:].numel()
     block = triton.next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
-    return Form(
+    return WeightForm(
         weight=DTYPES[weight.dtype],
         metric=None if metric is None else DTYPES[metric.dtype],
         linf=linf,

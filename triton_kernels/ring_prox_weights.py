@@ -20,7 +20,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """The compile-time constants of a kernel."""
 
     weight: tl.dtype

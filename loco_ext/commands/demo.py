@@ -29,7 +29,7 @@ def run(
     from loco_ext.experiments import demo
 
     make_writable(out)
-    settings = demo.Settings(seed=seed, device=device, epochs=epochs)
+    settings = demo.DemoSettings(seed=seed, device=device, epochs=epochs)
     with writing_to(out):
         results = demo.run(settings, out)
 

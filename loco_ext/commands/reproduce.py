@@ -13,7 +13,7 @@ import typer
 from loco_ext import commands
 from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
 from loco_ext.errors import UserError
-from loco_ext.experiments.reproduce.jobs import Job, Plan, commits, ordered
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, commits, ordered
 from loco_ext.output import json_text, note
 
 PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
@@ -73,7 +73,7 @@ def run(
 
     The tables are printed, and written as JSON and Markdown to a folder for the preset and the paper, with the figures.
     """
-    plan = Plan(preset, out, folder, device, checkpoints)
+    plan = JobPlan(preset, out, folder, device, checkpoints)
     modules = [_module(name) for name in (PAPERS if paper == "all" else (paper,))]
     jobs = ordered([each for module in modules for each in module.jobs(plan)])
     chosen = [(number, each) for number, each in enumerate(jobs, 1) if stage in (None, each.stage)]

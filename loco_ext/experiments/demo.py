@@ -26,7 +26,7 @@ from loco_ext.output import write_json
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Settings that determine the result: the same settings give the same numbers on the CPU of one machine."""
 
     seed: int
@@ -54,15 +54,15 @@ class Settings:
         )
 
 
-class Results(NamedTuple):
+class DemoResults(NamedTuple):
     """The two networks, a third one with a given budget, and the second one after it was given unshared weights."""
 
-    networks: list[demo_networks.Network]
-    shrunk: demo_budget.Shrunk
+    networks: list[demo_networks.DemoNetwork]
+    shrunk: demo_budget.ShrunkDemo
     lifted: lifting.Lifted
 
 
-def run(settings: Settings, out: Path) -> Results:
+def run(settings: DemoSettings, out: Path) -> DemoResults:
     """Train both networks and one of half of the MACs, lift the second, and write the results to the folder ``out``.
 
     The results are demo.json, demo.png, a checkpoint per network and the folder ``smaller``.
@@ -82,12 +82,12 @@ def run(settings: Settings, out: Path) -> Results:
             shrunk = demo_budget.shrink(trainings[0].model, samples, trainings[0].settings, processes)
             _, model, _, setting = trainings[1]
             lifted = lifting.lift(model, samples, setting, processes)
-        results = Results(networks, shrunk, lifted)
+        results = DemoResults(networks, shrunk, lifted)
         _write(settings, trainings, results, out)
     return results
 
 
-def _write(settings: Settings, trainings: list["Training"], results: Results, out: Path) -> None:
+def _write(settings: DemoSettings, trainings: list["Training"], results: DemoResults, out: Path) -> None:
     for training in trainings:
         state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
         save_checkpoint(out / f"{training.name}.pt", state)
@@ -96,14 +96,14 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
     write_json(out / "demo.json", to_dict(settings, results))
 
 
-def print_tables(results: Results) -> None:
+def print_tables(results: DemoResults) -> None:
     """Print the tables of the two networks, of the smaller one and of the lifted one."""
     demo_budget.print_shrunk(results.shrunk)
     demo_networks.print_networks(results.networks)
     lifting.print_lifted(results.lifted)
 
 
-def to_dict(settings: Settings, results: Results) -> dict[str, Any]:
+def to_dict(settings: DemoSettings, results: DemoResults) -> dict[str, Any]:
     """Return the settings, commit, versions and all measurements as plain data."""
     return {
         "settings": asdict(settings),
@@ -123,7 +123,7 @@ class Training(NamedTuple):
     settings: settings.Settings
 
 
-def make_trainings(demo: Settings, samples: data.Dataset) -> list[Training]:
+def make_trainings(demo: DemoSettings, samples: data.Dataset) -> list[Training]:
     """Return the two networks, equal but separate, each with its optimizer."""
     uniform, local = demo.training(None), demo.training(demo.locality)
     model = make_model(uniform, samples).to(demo.device)
@@ -136,13 +136,13 @@ def make_trainings(demo: Settings, samples: data.Dataset) -> list[Training]:
     ]
 
 
-def train_both(demo: Settings, samples: data.Dataset, trainings: list[Training]) -> list[demo_networks.Network]:
+def train_both(demo: DemoSettings, samples: data.Dataset, trainings: list[Training]) -> list[demo_networks.DemoNetwork]:
     """Train the networks in place, one after the other, and describe each."""
     with _one_thread():
         return [_train(training, samples, demo) for training in trainings]
 
 
-def _train(training: Training, samples: data.Dataset, demo: Settings) -> demo_networks.Network:
+def _train(training: Training, samples: data.Dataset, demo: DemoSettings) -> demo_networks.DemoNetwork:
     history: list[Epoch] = []
     processes = Processes(torch.device(demo.device))
     _, model, optimizer, setting = training

@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass
-class Shrunk:
+class ShrunkDemo:
     """The smaller network, its test accuracies in [0, 1] before and after compaction, and the networks to compare."""
 
     network: nn.Module
@@ -47,7 +47,7 @@ class Shrunk:
         return {"macs": SHARE, **accuracies, "networks": list(map(asdict, self.networks)), **self.report.to_dict()}
 
 
-def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
+def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> ShrunkDemo:
     """Train a network with a budget and one of fewer channels, and compare them with a trained one of all channels.
 
     Args:
@@ -69,7 +69,7 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
         rows.append(Row(name, right, report.macs_after, report.parameters_after, report.latency_after))
     network, report = found["budget"]
     _, compacted = evaluate(network, test, normalization, processes)
-    return Shrunk(network, report, accuracy, compacted, rows)
+    return ShrunkDemo(network, report, accuracy, compacted, rows)
 
 
 def _train(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes, label: str) -> float:
@@ -81,7 +81,7 @@ def _train(model: nn.Module, samples: Dataset, settings: Settings, processes: Pr
     return history[-1].test_accuracy
 
 
-def print_shrunk(shrunk: Shrunk) -> None:
+def print_shrunk(shrunk: ShrunkDemo) -> None:
     """Print filter sizes, MACs and latency, before and after."""
     report = shrunk.report
     layers = [

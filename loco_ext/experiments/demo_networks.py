@@ -20,7 +20,7 @@ CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, near
 
 
 @dataclass(frozen=True)
-class Network:
+class DemoNetwork:
     """Measurements of a trained network. Mean absolute weights are over all its 3x3 convolutions."""
 
     name: str
@@ -39,12 +39,12 @@ def describe(
     optimizer: torch.optim.Optimizer,
     locality: tuple[float, float],
     accuracies: list[float],
-) -> Network:
+) -> DemoNetwork:
     """Measure a network that ``optimizer`` has trained; ``accuracies`` has one entry per epoch."""
     taps = mean_abs_weights(model)
     index, distances = geometry.distance_classes((3, 3))
     means = [taps[index == number].mean().item() for number in range(len(distances))]
-    return Network(
+    return DemoNetwork(
         name=name,
         optimizer=f"{type(optimizer).__module__.removesuffix('.sgd')}.{type(optimizer).__name__}",
         locality=locality,
@@ -76,7 +76,7 @@ def mean_abs_weights(model: nn.Module) -> Tensor:
     return torch.cat(filters).abs().mean(0)
 
 
-def print_networks(networks: list[Network]) -> None:
+def print_networks(networks: list[DemoNetwork]) -> None:
     """Print test accuracy, mean absolute weight by distance, and LOCO-REG's Table 4 statistics of each network."""
     rows = []
     for network in networks:
@@ -88,7 +88,7 @@ def print_networks(networks: list[Network]) -> None:
     Console().print(statistics_table({_label(network): network.statistics for network in networks}))
 
 
-def save_figure(networks: list[Network], path: Path) -> None:
+def save_figure(networks: list[DemoNetwork], path: Path) -> None:
     """Write a PNG: mean absolute weight by tap of every network, on one colour scale, and the test accuracies."""
     figure = Figure(figsize=(3.2 * len(networks) + 5, 3.6), layout="constrained")
     maps, right = figure.subfigures(1, 2, squeeze=False, width_ratios=[3.2 * len(networks), 5])[0]
@@ -101,7 +101,7 @@ def save_figure(networks: list[Network], path: Path) -> None:
     write(figure, path)
 
 
-def _draw_taps(axes: Axes, network: Network, highest: float) -> None:
+def _draw_taps(axes: Axes, network: DemoNetwork, highest: float) -> None:
     axes.imshow(network.mean_abs_weight_by_tap, vmin=0, vmax=highest, cmap="Blues")
     for row, means in enumerate(network.mean_abs_weight_by_tap):
         for column, mean in enumerate(means):
@@ -111,7 +111,7 @@ def _draw_taps(axes: Axes, network: Network, highest: float) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
+def _draw_accuracies(axes: Axes, networks: list[DemoNetwork]) -> None:
     for network in networks:
         epochs = range(1, len(network.accuracy_by_epoch) + 1)
         label = f"{network.name}, in the end {network.accuracy:.1%}"
@@ -125,6 +125,6 @@ def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
-def _label(network: Network) -> str:
+def _label(network: DemoNetwork) -> str:
     gamma, eta = network.locality
     return f"{network.name} ({gamma:g}, {eta:g})"

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from loco_ext.experiments.figures import write
 from loco_ext.output import progress_bar
 from loco_ext.regularizers import ROLL, MarginLoss, region_radius
-from loco_ext.regularizers.frozen import Network
+from loco_ext.regularizers.frozen import FrozenNetwork
 from loco_ext.regularizers.linear_regions import region_patterns
 
 TOY_UNITS, TOY_LAYERS, TOY_POINTS, TOY_STEPS = 32, 3, 40, 600
@@ -85,7 +85,7 @@ def draw_regions(axes: Axes, model: nn.Module, name: str) -> None:
     line = torch.linspace(-1.1, 1.1, PIXELS)
     plane = torch.cartesian_prod(line, line)[:, [1, 0]]  # rows of the picture are the second coordinate
     with torch.no_grad():
-        patterns = region_patterns(Network(model), plane)
+        patterns = region_patterns(FrozenNetwork(model), plane)
         side = (model(plane)[:, 1] - model(plane)[:, 0]).view(PIXELS, PIXELS)
     _, numbers = np.unique(np.array(patterns, dtype=object), return_inverse=True)
     colors = np.random.default_rng(0).uniform(0.55, 1, (numbers.max() + 1, 3))

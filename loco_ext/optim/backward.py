@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.options import Group, uses_torch
-from loco_ext.optim.plan import Batch, Plan
+from loco_ext.optim.plan import Batch, StepPlan
 from loco_ext.optim.states import add_states
 
 
@@ -151,7 +151,7 @@ def _processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _place(optimizer: LocalityOptimizer, weight: Tensor) -> tuple[int, Plan, int]:
+def _place(optimizer: LocalityOptimizer, weight: Tensor) -> tuple[int, StepPlan, int]:
     """Return the index of the group that has a parameter, its plan and the parameter's index there."""
     for index, plan in enumerate(optimizer._current_plans()):
         for place, param in enumerate(plan.params):
@@ -168,7 +168,7 @@ def _check_group(group: Group) -> None:
             raise ValueError(f"{name}: expected None for steps in backward, got {group[name]!r}")
 
 
-def _whole(optimizer: LocalityOptimizer, index: int, plan: Plan, place: int) -> Batch:
+def _whole(optimizer: LocalityOptimizer, index: int, plan: StepPlan, place: int) -> Batch:
     """Return the operator's arguments for all blocks, except the gradient; see :func:`_place`."""
     group = optimizer.param_groups[index]
     weight, decay_map = plan.params[place], plan.map_of(place)

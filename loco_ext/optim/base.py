@@ -25,7 +25,7 @@ from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, lr_for, uses_torch
 from loco_ext.optim.penalty import from_plain, to_plain
-from loco_ext.optim.plan import Batch, Plan, make_plan, resolve_negated_grads, same_objects, select
+from loco_ext.optim.plan import Batch, StepPlan, make_plan, resolve_negated_grads, same_objects, select
 from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
@@ -49,7 +49,7 @@ def _says_how(option: Any) -> bool:
 class LocalityOptimizer(Optimizer):
     """Mixin that stands in front of a torch.optim class among the bases."""
 
-    _plans: list[Plan]
+    _plans: list[StepPlan]
     _cache: StepCache | None
     _collected: list[Tensor]  # the parameters of the last step if our operators made all of it
     _warned = False  # whether the warning about kernels of an even size has been given
@@ -115,7 +115,7 @@ class LocalityOptimizer(Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore the assignment that torch.optim's classes make for ``fused=True``; ours follows the groups."""
 
-    def _check_group(self, group: Group) -> Plan:
+    def _check_group(self, group: Group) -> StepPlan:
         """Check the options that this package adds, and return the group's plan."""
         group["locality"] = as_tuples(group["locality"])
         check_own(group)
@@ -186,7 +186,7 @@ class LocalityOptimizer(Optimizer):
         with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext():
             self._step_plans(plans)
 
-    def _step_plans(self, plans: list[Plan]) -> None:
+    def _step_plans(self, plans: list[StepPlan]) -> None:
         before, self._collected = self._collected, []
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
@@ -213,7 +213,7 @@ class LocalityOptimizer(Optimizer):
             if same_objects(self._collected, before) and StepCache.possible(plans, batches):
                 self._cache = StepCache(plans, [CachedBatch(batch, self.state) for batch in batches], self.state)
 
-    def _collect(self, plans: list[Plan]) -> list[Batch]:
+    def _collect(self, plans: list[StepPlan]) -> list[Batch]:
         """Return the parameters of all groups that the fused step serves; groups of the same key share a batch."""
         batches: dict[object, Batch] = {}
         ordinal = 0
@@ -238,9 +238,9 @@ class LocalityOptimizer(Optimizer):
             self.state[param][name] = tensor
         batch.created = []
 
-    def _current_plans(self) -> list[Plan]:
+    def _current_plans(self) -> list[StepPlan]:
         plans = self._plans
-        if len(plans) != len(self.param_groups) or not all(map(Plan.fits, plans, self.param_groups)):
+        if len(plans) != len(self.param_groups) or not all(map(StepPlan.fits, plans, self.param_groups)):
             self._plans = plans = [self._check_group(group) for group in self.param_groups]
         return plans
 
@@ -294,7 +294,7 @@ class LocalityOptimizer(Optimizer):
         last = None if last is None else last.to(arithmetic_dtype(param))
         return prox_size(self._rule, (lr_for(param, group), *self._hyper(group)), last, state.get("step"))
 
-    def _shrink(self, group: Group, plan: Plan) -> None:
+    def _shrink(self, group: Group, plan: StepPlan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""
         if plan.penalties and not plan.plain:
             raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from loco_ext.optim.options import Group
-from loco_ext.optim.plan import Plan
+from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedFactors, lengths_of
 from loco_ext.reference.optim_step import arithmetic_dtype
 
@@ -31,7 +31,7 @@ class _Optimizer(Protocol):
 
 
 @contextmanager
-def folded_steps(optimizer: _Optimizer, plans: list[Plan]) -> Iterator[None]:
+def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[None]:
     """Return a context in which the optimizer steps without these penalties; they are applied at its end.
 
     Raises:

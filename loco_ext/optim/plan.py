@@ -58,7 +58,7 @@ def _fake_mode() -> Any:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """The decay maps and penalties of a group's parameters, cached while the group stays as it is."""
 
     params: list[Tensor]
@@ -94,7 +94,7 @@ class Plan:
 
 
 @torch.inference_mode(False)  # the maps are also used outside inference mode
-def make_plan(group: Group) -> Plan:
+def make_plan(group: Group) -> StepPlan:
     """Check the group's locality and penalty, and return its plan with the decay maps."""
     params, locality, penalty = group["params"], group["locality"], group["penalty"]
     check_locality(locality, len(params))
@@ -105,7 +105,7 @@ def make_plan(group: Group) -> Plan:
     places = {id(m): i for i, m in enumerate(unique)}
     if fake_mode is not None:
         unique = [fake_mode.from_tensor(decay_map) for decay_map in unique]
-    return Plan(
+    return StepPlan(
         list(params),
         _options_of(group),
         _shapes(group),
@@ -137,7 +137,7 @@ def resolve_negated_grads(params: list[Tensor]) -> None:
             param.grad = None if grad is None else grad.resolve_neg()
 
 
-def select(plan: Plan) -> list[Selection]:
+def select(plan: StepPlan) -> list[Selection]:
     """Return the parameters of a group that have gradients, by device; commonly that is one selection of them all."""
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
@@ -178,7 +178,7 @@ class Batch(StepArgs):
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add(self, selection: Selection, plan: Plan, group: int, ordinal: int) -> None:
+    def add(self, selection: Selection, plan: StepPlan, group: int, ordinal: int) -> None:
         """Add the selected parameters of a group, given by its index and the ordinal of its first parameter."""
         count, before = len(selection.params), len(self.params)
         self.plain &= plan.plain

@@ -23,7 +23,7 @@ from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.ops.step_checks import check_scalars, check_step
 from loco_ext.optim.options import Group
-from loco_ext.optim.plan import Batch, Plan, same_objects
+from loco_ext.optim.plan import Batch, StepPlan, same_objects
 
 # The library for CPU tensors has it, and reads tensors on other devices as well. Without a library there is no cache.
 _SameTensors: Any = getattr(backends.library, "SameTensors", None)
@@ -120,7 +120,7 @@ class StepCache:
         state: the optimizer's state.
     """
 
-    def __init__(self, plans: list[Plan], batches: list[CachedBatch], state: States) -> None:
+    def __init__(self, plans: list[StepPlan], batches: list[CachedBatch], state: States) -> None:
         self.batches, self._plans, self._forced = batches, plans, backends.forced()
         if any(plan.shapes for plan in plans):
             for batch in batches:
@@ -131,19 +131,19 @@ class StepCache:
         self.forget()
 
     @staticmethod
-    def possible(plans: list[Plan], batches: list[Batch]) -> bool:
+    def possible(plans: list[StepPlan], batches: list[Batch]) -> bool:
         """Return whether the step that these batches made was nothing but calls of kernels."""
         if not batches or any(plan.folded or plan.fake_mode is not None for plan in plans):
             return False
         return all(map(_is_plain_call, batches))
 
-    def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
+    def fill(self, plans: list[StepPlan], groups: list[Group], state: States) -> bool:
         """Give the calls their gradients and states; return False if something else has changed."""
         if plans is not self._plans or len(groups) != len(plans) or backends.forced() != self._forced:
             return False
         if torch._C._len_torch_dispatch_stack() > 0:  # a mode may record calls for later, when tensors have moved
             return False
-        if not all(map(Plan.fits_but_for_shapes, plans, groups)):
+        if not all(map(StepPlan.fits_but_for_shapes, plans, groups)):
             return False
         if not same_objects(state, self._owners):
             return False

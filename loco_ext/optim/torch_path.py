@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext.optim.options import Group, is_zero
-from loco_ext.optim.plan import Plan
+from loco_ext.optim.plan import StepPlan
 from loco_ext.optim.sharding import replicated_maps
 
 
-def step_with_torch(optimizer: Optimizer, group: Group, plan: Plan, step: Callable[[], object]) -> None:
+def step_with_torch(optimizer: Optimizer, group: Group, plan: StepPlan, step: Callable[[], object]) -> None:
     """Step one group by ``step``, torch's function, which steps all groups of the optimizer.
 
     Parameters whose decay torch does not know are given their decayed gradients, and no further decay, for the step.

@@ -44,7 +44,7 @@ class Pass(enum.Enum):
 
 
 @dataclass
-class Call:
+class AffineCall:
     """One call of an operation in one pass.
 
     Attributes:
@@ -107,16 +107,16 @@ class Call:
         return NotPiecewiseLinearError(f"model: expected piecewise linear layers, got {got or self.description}")
 
 
-AffineRule = Callable[[Call], Any]
+AffineRule = Callable[[AffineCall], Any]
 
 
-def _linear(call: Call) -> Tensor:
+def _linear(call: AffineCall) -> Tensor:
     layer = call.module
     weight, bias = (layer.weight, layer.bias) if layer else (call.option(0, "weight"), call.option(1, "bias"))
     return functional.linear(call.args[0], call.weight(weight), call.constant(bias))
 
 
-def _convolution(call: Call) -> Tensor:
+def _convolution(call: AffineCall) -> Tensor:
     if call.args[0].dim() != call.option(0, "weight").dim():
         raise call.refuse(f"an input without an axis of samples for {call.description}")
     if call.module is not None:
@@ -128,7 +128,7 @@ def _convolution(call: Call) -> Tensor:
     return function(call.args[0], weight, bias, *options)
 
 
-def _locally_connected(call: Call) -> Tensor:
+def _locally_connected(call: AffineCall) -> Tensor:
     layer, (x,) = call.module, call.args
     if x.dim() != layer.axes + 2:
         raise call.refuse(f"an input without an axis of samples for {call.description}")
@@ -137,7 +137,7 @@ def _locally_connected(call: Call) -> Tensor:
     return y.unflatten(1, layer.output_size).movedim(-1, 1)
 
 
-def _batch_norm(call: Call) -> Tensor:
+def _batch_norm(call: AffineCall) -> Tensor:
     norm, x = call.module, call.args[0]
     if norm is None:
         raise call.refuse()
@@ -155,7 +155,7 @@ def _batch_norm(call: Call) -> Tensor:
     return x * scale.view(-1, *[1] * (x.dim() - 2))
 
 
-def _dropout(call: Call) -> Tensor:
+def _dropout(call: AffineCall) -> Tensor:
     training = call.module.training if call.module is not None else call.option(1, "training", True)
     if training:
         raise NotPiecewiseLinearError(
@@ -164,7 +164,7 @@ def _dropout(call: Call) -> Tensor:
     return call.args[0]
 
 
-def _sum_of_two(call: Call, sign: int) -> Tensor:
+def _sum_of_two(call: AffineCall, sign: int) -> Tensor:
     factor = call.kwargs.get("alpha", 1)
     if not call.kwargs.keys() <= {"alpha"} or len(call.args) != 2:
         raise call.refuse()
@@ -180,7 +180,7 @@ def _sum_of_two(call: Call, sign: int) -> Tensor:
     return term.expand(torch.broadcast_shapes(term.shape, _shared(call, constant).shape))
 
 
-def _product(call: Call) -> Tensor:
+def _product(call: AffineCall) -> Tensor:
     name = operation(call.node, call.modules)
     if call.kwargs or sum(call.depends) != 1 or len(call.args) != 2 or (name == "div" and call.depends[1]):
         raise call.refuse()
@@ -192,31 +192,31 @@ def _product(call: Call) -> Tensor:
     return x / factor if name == "div" else x * factor
 
 
-def _shared(call: Call, constant: Tensor, dims: int | None = None) -> Tensor:
+def _shared(call: AffineCall, constant: Tensor, dims: int | None = None) -> Tensor:
     """Return a constant, which has to be the same for all samples."""
     if constant.dim() and constant.shape[0] != 1 and constant.dim() >= (dims or call.args[not call.depends[0]].dim()):
         raise call.refuse(f"a constant for each sample of the batch: {call.description}")
     return constant
 
 
-def _matmul(call: Call) -> Tensor:
+def _matmul(call: AffineCall) -> Tensor:
     weight = call.option(0, "other")
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise call.refuse()
     return call.args[0] @ call.weight(weight)
 
 
-def _concatenated(call: Call) -> Tensor:
+def _concatenated(call: AffineCall) -> Tensor:
     parts, axis = call.args[0], call.option(0, "dim", 0)
     _check_axes(call, parts[0].dim(), axis)
     return torch.cat(parts, axis)
 
 
-def _linear_map(call: Call) -> Any:
+def _linear_map(call: AffineCall) -> Any:
     return call.run(call.args[0])
 
 
-def _view(call: Call) -> Tensor:
+def _view(call: AffineCall) -> Tensor:
     x = call.args[0]
     return call.run(x) if call.shape is None else x.reshape(len(x), *call.shape)
 
@@ -229,7 +229,7 @@ def _along(place: int, name: str, *, several: bool = False, added: int = 0) -> A
         added: number of axes that the result has more than the input.
     """
 
-    def rule(call: Call) -> Any:
+    def rule(call: AffineCall) -> Any:
         axes = call.args[1:] if several and len(call.args) > 2 else call.option(place, name)
         _check_axes(call, call.args[0].dim() + added, axes)
         return call.run(call.args[0])
@@ -237,21 +237,21 @@ def _along(place: int, name: str, *, several: bool = False, added: int = 0) -> A
     return rule
 
 
-def _check_axes(call: Call, dims: int, axes: Any) -> None:
+def _check_axes(call: AffineCall, dims: int, axes: Any) -> None:
     """Raise unless the axes are given, and the axis of samples is not among them."""
     each = axes if isinstance(axes, tuple | list) else (axes,)
     if not all(isinstance(axis, int) and axis % dims for axis in each):
         raise call.refuse(f"an operation along the axis of samples: {call.description}")
 
 
-def _permuted(call: Call) -> Tensor:
+def _permuted(call: AffineCall) -> Tensor:
     axes = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
     if not axes or axes[0] != 0:
         raise call.refuse(f"an operation along the axis of samples: {call.description}")
     return call.args[0].permute(*axes)
 
 
-def _item(call: Call) -> Any:
+def _item(call: AffineCall) -> Any:
     source, places = call.args
     if isinstance(source, Tensor):
         first, *_ = places if isinstance(places, tuple) else (places,)
@@ -260,7 +260,7 @@ def _item(call: Call) -> Any:
     return source[places]
 
 
-def _padded(call: Call) -> Tensor:
+def _padded(call: AffineCall) -> Tensor:
     if call.module is not None:
         if isinstance(call.module, nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d):
             value = call.module.value if call.kind is Pass.VALUE else 0.0

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from loco_ext.fx.operations import ADAPTIVE_POOLS, POOLS, operation
-from loco_ext.regularizers.affine import Call
+from loco_ext.regularizers.affine import AffineCall
 
 
 class Tangent(NamedTuple):
@@ -51,18 +51,18 @@ def _scaling(result: Tensor, distances: Tensor, sides: Tensor, factor: Tensor) -
     return Bend(result, distances, sides, None, lambda t: Tangent(t * factor, lambda: t), lambda t: t)
 
 
-def _relu(call: Call) -> Bend:
+def _relu(call: AffineCall) -> Bend:
     x = call.args[0]
     return _scaling(x.relu(), x, x > 0, x > 0)
 
 
-def _leaky_relu(call: Call) -> Bend:
+def _leaky_relu(call: AffineCall) -> Bend:
     x, slope = call.args[0], call.option(0, "negative_slope", 0.01)
     factor = torch.where(x > 0, torch.ones_like(x), slope)
     return _scaling(x * factor, x, x > 0, factor)
 
 
-def _prelu(call: Call) -> Bend:
+def _prelu(call: AffineCall) -> Bend:
     x = call.args[0]
     weight = call.option(0, "weight")
     slope = weight.view(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 else weight
@@ -74,7 +74,7 @@ def _prelu(call: Call) -> Bend:
     return Bend(result, x, positive, None, tangents, lambda t: t)
 
 
-def _abs(call: Call) -> Bend:
+def _abs(call: AffineCall) -> Bend:
     x = call.args[0]
     return _scaling(x.abs(), x, x > 0, x.sign())
 
@@ -87,19 +87,19 @@ def _clamped(x: Tensor, low: float, high: float) -> Bend:
     return _scaling(x.clamp(low, high), distances, sides, sides == 1)
 
 
-def _hardtanh(call: Call) -> Bend:
+def _hardtanh(call: AffineCall) -> Bend:
     low, high = call.option(0, "min_val", -1.0), call.option(1, "max_val", 1.0)
     return _clamped(call.args[0], low, high)
 
 
-def _clamp(call: Call) -> Bend:
+def _clamp(call: AffineCall) -> Bend:
     low, high = call.option(0, "min"), call.option(1, "max")
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         raise call.refuse()
     return _clamped(call.args[0], -math.inf if low is None else low, math.inf if high is None else high)
 
 
-def _max_pool(call: Call) -> Bend:
+def _max_pool(call: AffineCall) -> Bend:
     name, x = operation(call.node, call.modules), call.args[0]
     axes = POOLS[name]
     if call.option(5, "return_indices", False) or x.dim() != axes + 2:
@@ -113,7 +113,7 @@ def _max_pool(call: Call) -> Bend:
     return _largest(x, _Windows(kernel, stride, padding, dilation, counts))
 
 
-def _adaptive_max_pool(call: Call) -> Bend:
+def _adaptive_max_pool(call: AffineCall) -> Bend:
     axes = ADAPTIVE_POOLS[operation(call.node, call.modules)]
     if set(_each(call.option(0, "output_size"), axes)) != {1} or call.option(1, "return_indices", False):
         raise call.refuse(f"adaptive max-pooling to more than one pixel at {call.node.target}")
@@ -168,7 +168,7 @@ def _each(option: Any, axes: int) -> tuple[int, ...]:
     return values if len(values) == axes else values * axes
 
 
-BendingRule = Callable[[Call], Bend]
+BendingRule = Callable[[AffineCall], Bend]
 _BENDING: dict[str, BendingRule] = {
     "relu": _relu,
     "leakyrelu": _leaky_relu,

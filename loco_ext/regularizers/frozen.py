@@ -21,7 +21,7 @@ from loco_ext.fx.modules import is_hooked
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.regularizers.affine import AffineRule, Call, NotPiecewiseLinearError, Pass, affine_rule
+from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 from loco_ext.regularizers.evaluation import unwrap
 
@@ -39,7 +39,7 @@ class BendingOperation(NamedTuple):
     call: int
 
 
-class Network:
+class FrozenNetwork:
     """The graph of a model with the rule of each operation, all found before anything runs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Network:
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
         bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)
-        call = Call(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        call = AffineCall(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
         if call.module is not None and is_hooked(call.module):
             raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
         if call.module is not None and "forward" in vars(call.module):
@@ -187,7 +187,7 @@ class Frozen:
         elements: numbers per sample that the pass stores or needs at once.
     """
 
-    def __init__(self, network: Network, x: Tensor) -> None:
+    def __init__(self, network: FrozenNetwork, x: Tensor) -> None:
         self.network, self.batch = network, len(x)
         self.bends: dict[fx.Node, Bend] = {}
         self.shapes: dict[fx.Node, Any] = {network.input: x.shape[1:]}
@@ -218,16 +218,16 @@ class Frozen:
             elif source.op == "placeholder":
                 raise NotPiecewiseLinearError(f"model: expected one that takes one input, got one that reads {source}")
             else:
-                call = Call(source, self.network.modules, args, dict(kwargs), (), Pass.VALUE)
+                call = AffineCall(source, self.network.modules, args, dict(kwargs), (), Pass.VALUE)
                 self._constants[source] = call.run(*args)
 
-    def _call(self, node: fx.Node, kind: Pass, value: Callable[[fx.Node], Any]) -> Call:
+    def _call(self, node: fx.Node, kind: Pass, value: Callable[[fx.Node], Any]) -> AffineCall:
         def find(source: fx.Node) -> Any:
             return value(source) if source in self._depending else self._constants[source]
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), find)
         depends = tuple(isinstance(arg, fx.Node) and arg in self._depending for arg in node.args)
-        return Call(node, self.network.modules, tuple(args), dict(kwargs), depends, kind, self.shapes.get(node))
+        return AffineCall(node, self.network.modules, tuple(args), dict(kwargs), depends, kind, self.shapes.get(node))
 
     def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         call = self._call(node, Pass.VALUE, values.__getitem__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module
-from loco_ext.regularizers.frozen import BendingOperation, Frozen, Network
+from loco_ext.regularizers.frozen import BendingOperation, Frozen, FrozenNetwork
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
 from loco_ext.regularizers.ieee import ieee_arithmetic
 
@@ -135,7 +135,7 @@ class Nearest:
     index: Tensor
     shapes: list[torch.Size]
 
-    def units(self, network: Network) -> list[Unit | None]:
+    def units(self, network: FrozenNetwork) -> list[Unit | None]:
         """Return the names of the bends."""
         return [
             None if number < 0 else _unit(network.bending_operations[number], self.shapes[number], flat)
@@ -149,7 +149,7 @@ def _unit(operation: BendingOperation, shape: torch.Size, flat: int) -> Unit:
 
 
 @torch.no_grad()
-def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int) -> Nearest:
+def nearest_bends(network: FrozenNetwork, x: Tensor, q: float, memory_limit: int) -> Nearest:
     """Return the bends with the smallest ``|z| / ||dz/dx||_q``."""
     parts, shapes = [], []
     with ieee_arithmetic(x.device):
@@ -213,7 +213,7 @@ def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int
     return len(found)
 
 
-def region_patterns(network: Network, x: Tensor) -> list[bytes]:
+def region_patterns(network: FrozenNetwork, x: Tensor) -> list[bytes]:
     """Return an identifier of each sample's linear region."""
     frozen = Frozen(network, x)
     sides = [bend.sides.flatten(1).to(torch.int32) for bend in frozen.bends.values()]
@@ -222,7 +222,7 @@ def region_patterns(network: Network, x: Tensor) -> list[bytes]:
     return [row.tobytes() for row in torch.cat(sides, 1).cpu().numpy()]
 
 
-def checked_network(model: Any, x: Any) -> Network:
+def checked_network(model: Any, x: Any) -> FrozenNetwork:
     """Check the arguments and return the network."""
     check_module("model", model)
     if not isinstance(x, Tensor):
@@ -234,10 +234,10 @@ def checked_network(model: Any, x: Any) -> Network:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != x.dtype:
             raise TypeError(f"x: expected {parameter.dtype}, as {name} of the model has it, got {x.dtype}")
-    return Network(model)
+    return FrozenNetwork(model)
 
 
-def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterator[tuple[Frozen, Probes, int]]:
+def _chunks(network: FrozenNetwork, x: Tensor, q: float, memory_limit: int) -> Iterator[tuple[Frozen, Probes, int]]:
     """Yield the network around some samples at a time, and how many directions go through it at once."""
     if not len(x):
         return

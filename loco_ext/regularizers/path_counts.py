@@ -13,7 +13,7 @@ from loco_ext.fx.modules import is_hooked
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
-from loco_ext.regularizers.affine import Call, Pass
+from loco_ext.regularizers.affine import AffineCall, Pass
 from loco_ext.regularizers.evaluation import measuring, unwrap
 
 # Layers whose weights paths cross, and layers that paths pass unchanged.
@@ -87,7 +87,7 @@ def _check_operations(model: nn.Module) -> None:
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        call = Call(node, modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        call = AffineCall(node, modules, node.args, dict(node.kwargs), (), Pass.VALUE)
         if not _keeps_paths(call):
             got = f"the tensor {node.target} in an operation" if node.op == "get_attr" else call.description
             raise TypeError(f"model: expected linear layers, ReLUs and flattening, got {got}")
@@ -96,7 +96,7 @@ def _check_operations(model: nn.Module) -> None:
             raise TypeError(f"model: expected modules without hooks, got some at {name or 'the model itself'}")
 
 
-def _keeps_paths(call: Call) -> bool:
+def _keeps_paths(call: AffineCall) -> bool:
     """Return whether the paths through an operation have the product of its weights, or 1 where it has none."""
     if call.module is not None:
         return type(call.module) in (*_WEIGHTED, *_UNCHANGED) and "forward" not in vars(call.module)

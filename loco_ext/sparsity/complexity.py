@@ -79,7 +79,7 @@ def complexity_penalties(
     with evaluating(model), torch.no_grad():
         readers = _Readers(trace(model))
         readers.run(*example_inputs)
-    network = Network(readers.layers, readers.calls)
+    network = CountedNetwork(readers.layers, readers.calls)
     return {name: ComplexityPenalty(rings, network, name) for name in network.layers}
 
 
@@ -125,7 +125,7 @@ class ComplexityPenalty(FormerNames, Penalty):
     """
 
     rings: RingPenalty
-    network: Network
+    network: CountedNetwork
     layer: str
     _stored = "rings"
 
@@ -228,7 +228,7 @@ def _hypotenuse(sizes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a Conv module: ``cost`` is output pixels divided by groups, ``channels`` its input channels."""
 
     layer: str
@@ -236,7 +236,7 @@ class Call:
     channels: ChannelNorms
 
 
-class Network:
+class CountedNetwork:
     """The Conv modules of a model by name, and the input channels of each of their calls.
 
     Attributes:
@@ -244,7 +244,7 @@ class Network:
             penalties.
     """
 
-    def __init__(self, layers: dict[str, _ConvNd], calls: list[Call]) -> None:
+    def __init__(self, layers: dict[str, _ConvNd], calls: list[LayerCall]) -> None:
         self.layers, self.calls = layers, calls
         self.ahead_of_step: dict[RingPenalty, dict[str, tuple[float, Tensor]]] = {}
 
@@ -279,7 +279,7 @@ def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
 class _Refresh:
     """Callable that computes the strengths of all layers before a step; it is equal for all penalties of one model."""
 
-    network: Network
+    network: CountedNetwork
     rings: RingPenalty
 
     def __call__(self) -> None:
@@ -293,7 +293,7 @@ class _Readers(fx.Interpreter):
         super().__init__(graph)
         self._modules = dict(graph.named_modules())
         self.layers: dict[str, _ConvNd] = {}
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self.channels: dict[fx.Node, ChannelNorms] = {}  # norms of the channels of tensors (N, C, ...)
         self.names: dict[int, str] = {}  # name of the first module that has a weight, by the weight's id
 
@@ -308,7 +308,7 @@ class _Readers(fx.Interpreter):
         if (module := convolution_of(self.module, node)) is not None:
             layer = self.names.setdefault(id(module.weight), str(node.target))
             self.layers.setdefault(layer, module)
-            self.calls.append(Call(layer, value.shape[2:].numel() / module.groups, sources[0]))
+            self.calls.append(LayerCall(layer, value.shape[2:].numel() / module.groups, sources[0]))
             filters = torch.arange(len(module.weight), device="cpu")
             return ChannelNorms(
                 torch.zeros(len(filters), dtype=torch.float64, device="cpu"), [(layer, filters, filters)]

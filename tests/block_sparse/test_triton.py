@@ -86,7 +86,7 @@ def run(data: bytes) -> bytes:
             if call.blocks_of_a_program is not None:
                 patch.setattr(block_sparse_tiles, "BLOCKS_OF_A_PROGRAM", call.blocks_of_a_program)
             if call.gpu is not None:
-                gpu = block_sparse_tiles.Gpu(**call.gpu)
+                gpu = block_sparse_tiles.GpuLimits(**call.gpu)
                 patch.setattr(block_sparse, "_gpu", lambda _device, gpu=gpu: gpu)
             patch.setattr(block_sparse, "_tf32", lambda call=call: call.tf32)
             patch.setattr(torch, "empty", empty)
@@ -250,7 +250,9 @@ def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, m
     gpu = {"shared_memory": 2**12, "multiprocessors": multiprocessors}
     products, mean = case.groups * case.n_out, counts.sum().item() / case.n_out
     units = (tiles.unit_of(case.depth), tiles.unit_of(case.width))
-    plan = tiles.gradient(case.batch, case.depth, case.width, dtype, tf32, tiles.Gpu(**gpu), units, products, mean)
+    plan = tiles.gradient(
+        case.batch, case.depth, case.width, dtype, tf32, tiles.GpuLimits(**gpu), units, products, mean
+    )
     assert plan.form.blocks == 2 ** math.ceil(math.log2(min(4, mean))) > 1
     assert (counts % plan.form.blocks).any()
     assert (plan.form.slices > 1) == (multiprocessors > 1)

@@ -104,11 +104,11 @@ class Compiler:
     ) -> Launch:
         import triton
         from loco_ext.triton_kernels import block_sparse
-        from loco_ext.triton_kernels.block_sparse_tiles import Gpu, puts_fences
+        from loco_ext.triton_kernels.block_sparse_tiles import GpuLimits, puts_fences
 
         fences = arch == AMD or puts_fences(triton.__version__, divmod(int(arch), 10))
         capability = 0 if arch == AMD else int(arch) // 10
-        of_gpu = Gpu(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
+        of_gpu = GpuLimits(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
         kernels = {name: Warmed(getattr(block_sparse, name), compiles) for name in KERNELS}
         with self.patch.context() as patch:
             target = gpu("hip" if arch == AMD else "cuda", arch)
@@ -240,7 +240,7 @@ def test_one_stage_where_triton_leaves_out_the_fence():
     }
     assert [key for key, puts in known.items() if not puts] == [(v, c) for v in ("3.6.0", "3.7.0") for c in (9, 10)]
     for arithmetic, (dtype, tf32) in ARITHMETIC.items():
-        options = (dtype, tf32, tiles.Gpu(SHARED_MEMORY[90], fences=False), (16, 16))
+        options = (dtype, tf32, tiles.GpuLimits(SHARED_MEMORY[90], fences=False), (16, 16))
         plans = tiles.product(250, 64, 64, *options, False, 1024), tiles.gradient(250, 64, 64, *options, 1024, 9)
         assert all((plan.stages == 1) == (arithmetic not in ("float32", "double")) for plan in plans)
 

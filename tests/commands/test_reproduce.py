@@ -24,7 +24,7 @@ from loco_ext.cli import main
 from loco_ext.commands import reproduce
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
-from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
+from loco_ext.experiments.reproduce.jobs import PRESETS, JobPlan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
 from loco_ext.version import commit
 from tests.processes import kill_when, run_command, start_command
@@ -34,7 +34,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
 
 
 def plan(preset, out, **options):
-    return Plan(preset, out, Path("DIR") if preset != "smoke" else None, **options)
+    return JobPlan(preset, out, Path("DIR") if preset != "smoke" else None, **options)
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def test_table_4_has_the_networks_of_the_users_files(tmp_path, capsys):
     assert [Path(job["folder"]).name for job in jobs] == ["ResNet50", "VGG16"]
     for job in jobs:
         assert main([*options, "--job", str(job["job"])]) == 0
-    table = loco_reg._statistics(Plan("smoke", out, checkpoints=files))
+    table = loco_reg._statistics(JobPlan("smoke", out, checkpoints=files))
     for name, state in states.items():
         rows = [row for row in table.rows if row[0] == name]
         assert [row[2] for row in rows] == ["all", "lower", "upper"]
@@ -223,7 +223,7 @@ def test_errors_are_compared_by_seed(tmp_path, monkeypatch):
     for name, accuracies in (("uniform", [*uniform, 0.2]), ("local-1.5", local)):  # one seed is not done
         for seed, accuracy in enumerate(accuracies):
             fake(place / f"{name}-{seed}", accuracy)
-    page = loco_reg.page(Plan("smoke", tmp_path))
+    page = loco_reg.page(JobPlan("smoke", tmp_path))
     table = next(table for table in page.tables if table.title.startswith("Table 5"))
     rows = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     differences = [100 * (b - a) for a, b in zip(local, uniform, strict=True)]
@@ -296,7 +296,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
         ran.append(words)
         return 1 if len(ran) == 1 else 0
 
-    jobs = ordered(loco_reg.jobs(Plan("smoke", tmp_path)))
+    jobs = ordered(loco_reg.jobs(JobPlan("smoke", tmp_path)))
     monkeypatch.setattr(reproduce.commands, "run", fail_first)
     with pytest.raises(reproduce.FailedJobsError, match=f"without them: {jobs[0].name}$"):
         reproduce._ended(reproduce._run(jobs), [])

@@ -99,7 +99,7 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 def trained(**settings):
     """Train the two networks, without compaction; return their state dicts and the report on them."""
     samples = data.load("digits", None)
-    chosen = demo.Settings(device="cpu", **settings)
+    chosen = demo.DemoSettings(device="cpu", **settings)
     trainings = demo.make_trainings(chosen, samples)
     networks = demo.train_both(chosen, samples, trainings)
     return [training.model.state_dict() for training in trainings], networks
@@ -138,7 +138,7 @@ def test_same_seed_same_result(finished, tmp_path):
 def test_another_seed_another_network():
     samples = data.load("digits", None)
     first, second = (
-        demo.make_trainings(demo.Settings(seed, "cpu", epochs=1), samples)[0].model.state_dict() for seed in (3, 4)
+        demo.make_trainings(demo.DemoSettings(seed, "cpu", epochs=1), samples)[0].model.state_dict() for seed in (3, 4)
     )
     assert not torch.equal(first["0.weight"], second["0.weight"])
 

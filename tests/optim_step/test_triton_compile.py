@@ -18,10 +18,10 @@ THREADS = 256  # per block, as in the launcher
 
 def make_form(rule: str, *dtypes: str, **options):
     import triton.language as tl
-    from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, Form
+    from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, StepForm
 
     types = tuple(getattr(tl, dtype) for dtype in dtypes)
-    form = Form(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, False, False)
+    form = StepForm(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, False, False)
     return replace(form, **options)
 
 

@@ -19,7 +19,7 @@ def around(name, samples=2):
     """Return the network around some samples, the samples, and the model."""
     model, shape = piecewise.networks()[name]
     x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return frozen.Frozen(frozen.Network(model), x), x, model
+    return frozen.Frozen(frozen.FrozenNetwork(model), x), x, model
 
 
 def norms(network, probes, q, chunk, x):
@@ -89,7 +89,7 @@ def test_norms_in_float32_are_as_exact(rows, chunk):
             model[0].bias.fill_(-1000.0)
     if rows == "independent":
         assert (model[0](x) > 0).any(0).sum() == 23
-    network = frozen.Frozen(frozen.Network(model), x)
+    network = frozen.Frozen(frozen.FrozenNetwork(model), x)
     probes = gradient_norms.choose_probes(network, 2)
     assert probes.extents is None
     found = torch.cat(norms(network, probes, 2, chunk, x), 1)
@@ -119,7 +119,7 @@ def test_a_weight_that_changes_between_calls_counts_as_it_is(change):
     model, x = nn.Sequential(*piecewise.mlp(40, 24, 24, 24)), torch.randn(3, 40)
 
     def assert_exact():
-        network = frozen.Frozen(frozen.Network(model), x)
+        network = frozen.Frozen(frozen.FrozenNetwork(model), x)
         probes = gradient_norms.choose_probes(network, 2)
         found = torch.cat(norms(network, probes, 2, probes.count, x), 1).double()
         exact = expected(copy.deepcopy(model).double(), x.double(), 2)
@@ -134,7 +134,7 @@ def test_a_weight_that_changes_between_calls_counts_as_it_is(change):
 
 def test_nothing_is_kept_of_a_weight_that_is_gone():
     model, x = nn.Sequential(*piecewise.mlp(40, 24, 24)), torch.randn(3, 40)
-    network = frozen.Frozen(frozen.Network(model), x)
+    network = frozen.Frozen(frozen.FrozenNetwork(model), x)
     probes = gradient_norms.choose_probes(network, 2)
     gc.collect()
     before = len(gradient_norms._GRAMS)
@@ -158,7 +158,7 @@ def test_nothing_is_kept_of_a_weight_that_is_gone():
     ids=range(6),
 )
 def test_receptive_extents(layers, extents):
-    network = frozen.Frozen(frozen.Network(nn.Sequential(*layers)), torch.randn(1, 3, 16, 16))
+    network = frozen.Frozen(frozen.FrozenNetwork(nn.Sequential(*layers)), torch.randn(1, 3, 16, 16))
     assert gradient_norms.receptive_extents(network) == extents
     assert gradient_norms.receptive_extents(network, memory_limit=100_000) == extents
 
@@ -167,7 +167,7 @@ def test_colored_probes_are_twenty_times_fewer_on_images_of_cifar():
     layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3)]
     model = nn.Sequential(*layers, nn.ReLU()).double()
     x = torch.randn(1, 3, 32, 32, dtype=torch.float64, requires_grad=True)
-    network = frozen.Frozen(frozen.Network(model), x.detach())
+    network = frozen.Frozen(frozen.FrozenNetwork(model), x.detach())
     probes = gradient_norms.choose_probes(network, 2)
     assert probes.count == 3 * 7 * 7
     assert 20 * probes.count <= 3 * 32 * 32

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from loco_ext.experiments import efcn_figures
 from loco_ext.experiments.efcn_settings import FULL
-from loco_ext.experiments.reproduce.jobs import Job, Plan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -87,7 +87,7 @@ SCALES = {
 }
 
 
-def jobs(plan: Plan) -> list[Job]:
+def jobs(plan: JobPlan) -> list[Job]:
     """Return a job for each network and switch time; the first one has the fully connected network from scratch."""
     scale, found = SCALES[plan.preset], []
     last = len(scale.switch_times) - 1
@@ -103,7 +103,7 @@ def jobs(plan: Plan) -> list[Job]:
     return found
 
 
-def page(plan: Plan) -> Page:
+def page(plan: JobPlan) -> Page:
     """Return the tables of what is done, and the figures of each network."""
     tables: list[Table] = []
     figures: dict[str, Path] = {}
@@ -121,7 +121,7 @@ def page(plan: Plan) -> Page:
     return Page("eFCN (d'Ascoli, Sagun, Bruna, Biroli 2019)", SCALES[plan.preset].means, tables, figures)
 
 
-def _merged(plan: Plan, network: str) -> dict[str, Any] | None:
+def _merged(plan: JobPlan, network: str) -> dict[str, Any] | None:
     """Return one record of all jobs of a network that are done, or None; the last lifted network keeps its corners."""
     done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{PAPER}/{network}/")]
     records = [json.loads(job.result.read_text()) for job in done]

@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """The options that all jobs of one call share.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from loco_ext.experiments import region_pictures, regions
 from loco_ext.experiments.figures import write
-from loco_ext.experiments.reproduce.jobs import Job, Plan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -60,7 +60,7 @@ SCALES = {
 }
 
 
-def jobs(plan: Plan) -> list[Job]:
+def jobs(plan: JobPlan) -> list[Job]:
     """Return a job for each seed or, in ``paper``, for each strength and percentage; the first draws the plane."""
     scale, found = SCALES[plan.preset], []
     for place, (name, options) in enumerate(scale.options.items()):
@@ -69,7 +69,7 @@ def jobs(plan: Plan) -> list[Job]:
     return found
 
 
-def page(plan: Plan) -> Page:
+def page(plan: JobPlan) -> Page:
     """Return the table of radii of what is done, and the pictures."""
     found = [job for job in jobs(plan) if job.done]
     records = [json.loads(job.result.read_text()) for job in found]
@@ -85,7 +85,7 @@ def page(plan: Plan) -> Page:
     return Page(title, SCALES[plan.preset].means, [_radii(plan, arms)], figures)
 
 
-def _radii(plan: Plan, arms: list[dict[str, Any]]) -> Table:
+def _radii(plan: JobPlan, arms: list[dict[str, Any]]) -> Table:
     columns = {"strength": "g", "hinge": "g", "percent": "", "accuracy": ".2%"}
     columns |= {f"radius, p = {p}": ".2g" for p in regions.NORMS}
     columns |= {"over vanilla": ".1f", "paper's row": "", "paper: accuracy": ".0f", "paper: radius, p = 2": ".2g"}
@@ -109,7 +109,7 @@ def _radii(plan: Plan, arms: list[dict[str, Any]]) -> Table:
     return Table("Radii of linear regions", columns, rows, notes)
 
 
-def _their_row(plan: Plan, arm: dict[str, Any]) -> str:
+def _their_row(plan: JobPlan, arm: dict[str, Any]) -> str:
     """Return the paper's row beside which a setting stands, or an empty text."""
     strength = 2.0 if arm["strength"] == SCALES[plan.preset].strength else arm["strength"]
     return THEIRS.get((strength, arm["hinge"], arm["top_percent"]), "")

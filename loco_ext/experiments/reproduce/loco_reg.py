@@ -15,7 +15,7 @@ from torch import nn
 
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import loco_reg_figures
-from loco_ext.experiments.reproduce.jobs import Job, Plan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -107,7 +107,7 @@ class _Arm(NamedTuple):
         return "uniform" if self.rule is None else f"{self.rule}-{self.c:g}"
 
 
-def jobs(plan: Plan) -> list[Job]:
+def jobs(plan: JobPlan) -> list[Job]:
     """Return all jobs: uniform networks, then the factors estimated from them, then networks trained with these."""
     scale, found = SCALES[plan.preset], []
     for data, network in _pairs(plan):
@@ -126,7 +126,7 @@ def jobs(plan: Plan) -> list[Job]:
     return found
 
 
-def _pairs(plan: Plan) -> Iterator[tuple[str, str]]:
+def _pairs(plan: JobPlan) -> Iterator[tuple[str, str]]:
     scale = SCALES[plan.preset]
     return ((data, network) for data in scale.data or (plan.images,) for network in scale.networks)
 
@@ -135,7 +135,7 @@ def _arms(scale: Scale) -> list[_Arm]:
     return [_Arm(), *(_Arm(rule, c) for rule in RULES for c in scale.modulations)]
 
 
-def _training(plan: Plan, place: str, network: str, data: str, seed: int, arm: _Arm) -> Job:
+def _training(plan: JobPlan, place: str, network: str, data: str, seed: int, arm: _Arm) -> Job:
     options: list[Any] = ["--model", network, "--dataset", data, "--seed", seed, *SCALES[plan.preset].options]
     if arm.rule is not None:
         options += ["--locality", plan.folder(place) / f"analysis-{arm.name}" / "analysis.json"]
@@ -145,13 +145,13 @@ def _training(plan: Plan, place: str, network: str, data: str, seed: int, arm: _
     return plan.job(name, "train", *options, result="model.safetensors", minutes=minutes, stage=stage)
 
 
-def _analysis(plan: Plan, place: str, name: str, seeds: int, *options: Any) -> Job:
+def _analysis(plan: JobPlan, place: str, name: str, seeds: int, *options: Any) -> Job:
     weights = [plan.folder(place) / f"uniform-{seed}" / "model.safetensors" for seed in range(seeds)]
     words = [*weights, *options, "--weighting", "halves", "--stat", SCALES[plan.preset].statistic]
     return plan.job(f"{place}/analysis-{name}", "analyze", *words, result="analysis.json", minutes=0.05, stage=2)
 
 
-def _checkpoints(plan: Plan) -> dict[str, Path]:
+def _checkpoints(plan: JobPlan) -> dict[str, Path]:
     """Return the user's files by row of Table 4: those whose names are a row's, before a hash like torchvision's."""
     if plan.checkpoints is None:
         return {}
@@ -160,7 +160,7 @@ def _checkpoints(plan: Plan) -> dict[str, Path]:
     return {rows[name]: path for name, path in files.items() if name in rows}
 
 
-def page(plan: Plan) -> Page:
+def page(plan: JobPlan) -> Page:
     """Return the tables of what is done."""
     tables = [_networks(), _statistics(plan), _wide(plan), _errors(plan), _factors(plan)]
     data = (SCALES[plan.preset].data or (plan.images,))[0]
@@ -186,7 +186,7 @@ def _networks() -> Table:
     return Table("Table 3: networks", columns, rows, [note])
 
 
-def _statistics(plan: Plan) -> Table:
+def _statistics(plan: JobPlan) -> Table:
     """Compare the differences between taps with Table 4, means over the networks of all seeds."""
     columns = {"network": "", "paper's row": "", "layers": ""}
     columns |= {name: ".3f" for pair in PAIRS for name in (pair, f"paper: {pair}")}
@@ -232,7 +232,7 @@ def _differences(place: Path, size: tuple[int, int], part: str, distances: tuple
     ]
 
 
-def _wide(plan: Plan) -> Table:
+def _wide(plan: JobPlan) -> Table:
     """Compare kernels of 5x5 with section 7.1: the networks in which weights decrease with the distance."""
     title, columns = "Section 7.1: VGG13 with kernels of 5x5", {"difference": "", "networks": "d"}
     columns |= {"positive": "d", f"p < {SUPPORTED:g}": "d", "paper: positive of 20": "d", "paper: p below": "g"}
@@ -252,7 +252,7 @@ def _wide(plan: Plan) -> Table:
     return Table(title, columns, rows, [note])
 
 
-def _errors(plan: Plan) -> Table:
+def _errors(plan: JobPlan) -> Table:
     """Compare test errors with Table 5; the p-value is that of the one-sided paired t-test that LOCO-REG's are less."""
     columns = {"network": "", "decay": "", "seeds": "d", "error": ".2f", "difference": "+.2f", "p": ".2g"}
     columns |= {"paper's row": "", "paper: uniform": ".2f", "paper: LOCO-REG": ".2f", "paper: p below": "g"}
@@ -297,7 +297,7 @@ def _test_errors(place: Path, arm: _Arm, seeds: int) -> dict[int, float]:
     return found
 
 
-def _factors(plan: Plan) -> Table:
+def _factors(plan: JobPlan) -> Table:
     """Return the factors (gamma, eta) of Table 6 by layer; the paper prints the formulas alone."""
     columns = {"network": "", "layer": "", **{f"{what}, {rule}": ".3f" for rule in RULES for what in ("gamma", "eta")}}
     rows: list[list[Any]] = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments import landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import PLAIN, PRESETS, Arm
-from loco_ext.experiments.reproduce.jobs import Job, Plan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -64,7 +64,7 @@ SCALES = {
 }
 
 
-def jobs(plan: Plan) -> list[Job]:
+def jobs(plan: JobPlan) -> list[Job]:
     """Return a job for each seed, arm and way to crop."""
     scale, found = SCALES[plan.preset], []
     data = () if plan.preset == "paper" else ("--dataset", plan.images)
@@ -77,7 +77,7 @@ def jobs(plan: Plan) -> list[Job]:
     return found
 
 
-def page(plan: Plan) -> Page:
+def page(plan: JobPlan) -> Page:
     """Return the tables of what is done, and the figures of each way to crop."""
     records = {crops: _merged(plan, crops) for crops in CROPS}
     figures = {}
@@ -92,7 +92,7 @@ def page(plan: Plan) -> Page:
     return Page(title, SCALES[plan.preset].means, tables, figures)
 
 
-def _merged(plan: Plan, crops: str) -> dict[str, Any] | None:
+def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:
     """Return one record of all jobs with these crops that are done, or None.
 
     Once a plain network is done, networks of seeds without one are left out, as they have no partner.
@@ -107,7 +107,7 @@ def _merged(plan: Plan, crops: str) -> dict[str, Any] | None:
     return records[0] | {"networks": networks, "arms": landscapes.summaries(networks)}
 
 
-def _accuracies(plan: Plan, records: dict[str, dict[str, Any] | None]) -> Table:
+def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Table:
     columns = {"crops": "", "arm": "", "seeds": "d"}
     for name in FIGURES:
         form = {"total_variation": ".2g", "loss": ".3f"}.get(name, ".2%")
@@ -133,7 +133,7 @@ def _mean(figures: dict[str, Any], name: str) -> float | None:
     return figures.get(name, {}).get("mean")
 
 
-def _robustness(plan: Plan, records: dict[str, dict[str, Any] | None]) -> Table:
+def _robustness(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Table:
     columns = {"crops": "", "arm": "", "corruption": ""}
     for level in range(1, LEVELS + 1):
         columns |= {f"level {level}": ".2f", f"paper: {level}": ".2f"}

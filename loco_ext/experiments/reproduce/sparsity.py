@@ -14,7 +14,7 @@ from torch import nn
 from loco_ext.experiments import figures
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import sparsity_filters
-from loco_ext.experiments.reproduce.jobs import Job, Plan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -80,7 +80,7 @@ SCALES = {
 }
 
 
-def jobs(plan: Plan) -> list[Job]:
+def jobs(plan: JobPlan) -> list[Job]:
     """Return a job for each network, penalty and strength, for each variant, and those of eq. 34."""
     scale, found = SCALES[plan.preset], []
     for network, penalty, strength in itertools.product(scale.networks, PENALTIES, scale.strengths):
@@ -90,7 +90,7 @@ def jobs(plan: Plan) -> list[Job]:
     return [*found, *_complexity(plan)]
 
 
-def _path(plan: Plan, network: str, penalty: str, variant: str, strength: float, *options: str) -> Job:
+def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: float, *options: str) -> Job:
     scale = SCALES[plan.preset]
     name = f"{PAPER}/{network}/{penalty}-{variant}/alpha-{strength:.3g}"
     words = ["--model", network, "--dataset", plan.images, "--penalty", penalty, "--strengths", repr(strength)]
@@ -98,7 +98,7 @@ def _path(plan: Plan, network: str, penalty: str, variant: str, strength: float,
     return plan.job(name, "frontier", *words, result="frontier.json", minutes=scale.minutes)
 
 
-def _complexity(plan: Plan) -> list[Job]:
+def _complexity(plan: JobPlan) -> list[Job]:
     """Return the training under eq. 34, by the prox as its zeros are exact, and the compaction of what it leaves."""
     scale = SCALES[plan.preset]
     name, (strength, epochs) = f"{PAPER}/{scale.networks[0]}/complexity", scale.complexity
@@ -111,7 +111,7 @@ def _complexity(plan: Plan) -> list[Job]:
     return [training, compaction]
 
 
-def page(plan: Plan) -> Page:
+def page(plan: JobPlan) -> Page:
     """Return the tables of what is done, and the figures of each network and penalty."""
     scale, points = SCALES[plan.preset], []
     drawn: dict[str, Path] = {}
@@ -145,7 +145,7 @@ def page(plan: Plan) -> Page:
     return Page("Structured sparsity (anonymous draft)", scale.means, tables, drawn)
 
 
-def _merged(plan: Plan, family: str) -> dict[str, Any] | None:
+def _merged(plan: JobPlan, family: str) -> dict[str, Any] | None:
     """Return one record with the points of all strengths that are done, strongest first, or None."""
     done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{family}/alpha-")]
     records = [json.loads(job.result.read_text()) for job in done]
@@ -186,7 +186,7 @@ def _points(points: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]) 
     return Table("Figures 1, 3, 4 and 5: families of architectures", columns, rows, notes)
 
 
-def _eq34(plan: Plan) -> Table:
+def _eq34(plan: JobPlan) -> Table:
     """Return the table of the network that the penalty of eq. 34 leaves."""
     _, compaction = _complexity(plan)
     columns = {"network": "", "alpha": ".2g", "MACs": ".1%", "error": ".2f"}
@@ -200,7 +200,7 @@ def _eq34(plan: Plan) -> Table:
     return Table("Eq. 34: the penalty of the multiply-accumulates", columns, rows, notes)
 
 
-def _weights(plan: Plan, network: str) -> dict[str, dict[float, Path]]:
+def _weights(plan: JobPlan, network: str) -> dict[str, dict[float, Path]]:
     """Return the trained weights by penalty and strength."""
     found: dict[str, dict[float, Path]] = {}
     for penalty, strength in itertools.product(PENALTIES, SCALES[plan.preset].strengths):

@@ -35,7 +35,7 @@ _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerChoices:
     """The choices of one layer's filters and what they cost.
 
     Args:
@@ -60,7 +60,7 @@ class Layer:
         return len(self.taps) - 1
 
 
-class Problem:
+class SizeProblem:
     """Layers that share classes of channels.
 
     Args:
@@ -72,7 +72,7 @@ class Problem:
     """
 
     def __init__(
-        self, layers: list[Layer], fixed: Booleans, class_costs: Floats, rest: float = 0.0, round_to: int = 1
+        self, layers: list[LayerChoices], fixed: Booleans, class_costs: Floats, rest: float = 0.0, round_to: int = 1
     ) -> None:
         self.layers, self.fixed, self.class_costs, self.rest = layers, fixed, class_costs, rest
         self.round_to = round_to
@@ -200,7 +200,7 @@ class Problem:
         least = min(layer.unit for layer in self.layers)
         return _FIRST_PRICE * total / whole, _RISE * total / least
 
-    def _writers(self, layer: Layer) -> Integers:
+    def _writers(self, layer: LayerChoices) -> Integers:
         """Return how many of a layer's filters write each class."""
         return np.bincount(layer.writes, minlength=len(self.fixed))
 
@@ -371,7 +371,7 @@ class Problem:
         return [_several(each, self.round_to) for each in missing]
 
     @staticmethod
-    def _won_and_spent(layer: Layer, inputs: float, j: int, now: int) -> tuple[Floats, Floats]:
+    def _won_and_spent(layer: LayerChoices, inputs: float, j: int, now: int) -> tuple[Floats, Floats]:
         """Return the importance that a filter wins by each choice before its present one, and what it then costs."""
         rate = layer.unit * max(inputs, 1.0)
         return layer.lost[j, now] - layer.lost[j, :now], rate * (layer.taps[:now] - layer.taps[now])
@@ -402,7 +402,7 @@ def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
     return [(sum(gain for gain, _ in group) / len(group), each) for group, each in zip(groups, changes, strict=True)]
 
 
-def _blocks_that_share_classes(layers: list[Layer], count: int) -> list[list[int]]:
+def _blocks_that_share_classes(layers: list[LayerChoices], count: int) -> list[list[int]]:
     """Return the layers in blocks, such that no class is written by layers of two blocks."""
     blocks: list[tuple[Booleans, list[int]]] = []
     for i, layer in enumerate(layers):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from loco_ext.argument_checks import check_choice, check_count
-from loco_ext.sparsity.budget.choose import Problem, Sizes
+from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import Search, best, bounds, check_budget, roundings_of
+from loco_ext.sparsity.budget.shrink import BudgetSearch, best, bounds, check_budget, roundings_of
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
@@ -226,7 +226,7 @@ class Budget:
         """Keep filters at these sizes from now on; None leaves them whole."""
         self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
-    def _problem(self, round_to: int | None = None) -> Problem:
+    def _problem(self, round_to: int | None = None) -> SizeProblem:
         """Return the problem of choosing sizes with the importance known by now."""
         if self.importance == "norm" or self.steps == 0:
             lost = by_norm(self._structure)
@@ -253,7 +253,7 @@ class Budget:
         return found.problem.round_to, found.problem.share(found.sizes)
 
     @torch.no_grad()
-    def _search(self, round_to: int | None = None) -> Search:
+    def _search(self, round_to: int | None = None) -> BudgetSearch:
         """Return the search for the share of what is counted with which the compacted network meets the budget.
 
         Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
@@ -261,7 +261,7 @@ class Budget:
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         for parameter in model.parameters():
             parameter.masked_fill_(parameter == 0, _ANY)
-        return Search(model.eval(), self._inputs, structure, self._problem(round_to), self.cost, self.share)
+        return BudgetSearch(model.eval(), self._inputs, structure, self._problem(round_to), self.cost, self.share)
 
 
 def _arrays(sizes: Sequence[Tensor]) -> Sizes:

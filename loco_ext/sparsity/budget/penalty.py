@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
-from loco_ext.sparsity.budget.choose import Integers, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Integers, SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 
 _BISECTIONS = 20
@@ -30,7 +30,7 @@ class CostPenalty:
         optimizer: its learning rates times the strength are the sizes of the steps.
     """
 
-    def __init__(self, structure: Structure, problem: Problem, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, structure: Structure, problem: SizeProblem, optimizer: torch.optim.Optimizer) -> None:
         self.strength, self.wanted = 0.0, 1.0
         self._optimizer, owned = optimizer, _learning_rates(optimizer)
         costs = dict(zip((layer.name for layer in structure.layers), problem.filter_costs(), strict=True))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number
-from loco_ext.sparsity.budget.choose import Problem, Sizes
+from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
@@ -104,7 +104,7 @@ def shrink_to(
     counted, kept = "parameters" if cost == "parameters" else "macs", bounds(structure, least)
     lost = _lost(structure, dense, importance, batches, loss)
     problems = [structure.problem(counted, lost, kept, each) for each in roundings]
-    found = best([Search(dense, inputs, structure, problem, cost, share) for problem in problems])
+    found = best([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems])
     network, report = found.network, found.report
     if cost == "latency":
         network, _ = compact(network, inputs, fold_norms=False)
@@ -177,11 +177,11 @@ class Found:
     network: nn.Module
     report: Report
     sizes: Sizes
-    problem: Problem
+    problem: SizeProblem
 
 
 @dataclass(frozen=True)
-class Search:
+class BudgetSearch:
     """Search for the sizes with which the compacted network just meets the budget.
 
     Compaction may remove more than was counted, such as channels that nothing reads; the target of the count follows.
@@ -190,7 +190,7 @@ class Search:
     model: nn.Module
     inputs: Sequence[Any]
     structure: Structure
-    problem: Problem
+    problem: SizeProblem
     cost: str
     share: float
 
@@ -265,7 +265,7 @@ class Search:
         return report.latency_after / report.latency_before
 
 
-def best(searches: Iterable[Search]) -> Found:
+def best(searches: Iterable[BudgetSearch]) -> Found:
     """Return what loses the least importance of all that searches find.
 
     Raises:

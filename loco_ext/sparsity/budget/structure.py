@@ -15,7 +15,7 @@ from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
-from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, Layer, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied, unwrapped
 from loco_ext.sparsity.compaction.graph import annotated_graph
@@ -72,14 +72,16 @@ class Structure:
     fixed: np.ndarray[Any, np.dtype[np.bool_]]
     others: int
 
-    def problem(self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int], round_to: int = 1) -> Problem:
+    def problem(
+        self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int], round_to: int = 1
+    ) -> SizeProblem:
         """Return the problem of choosing sizes.
 
         Args:
             cost: "macs" or "parameters".
             lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
             least: number of filters that stay, by the layer's name.
-            round_to: see :class:`Problem`.
+            round_to: see :class:`SizeProblem`.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         for layer in self.layers:
@@ -89,13 +91,13 @@ class Structure:
             table[self.fixed[layer.writes], -1] = np.inf
             unit = layer.pixels if cost == "macs" else 1
             width = weight.shape[1] if layer.reads is None else 1
-            layers.append(Layer(unit * width, layer.taps, table, layer.writes, layer.reads, least[layer.name]))
+            layers.append(LayerChoices(unit * width, layer.taps, table, layer.writes, layer.reads, least[layer.name]))
             if cost == "parameters" and layer.module.bias is not None:
                 np.add.at(of_classes, layer.writes, 1.0)
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        return Problem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0, round_to)
+        return SizeProblem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0, round_to)
 
     def masks(self, sizes: Sizes) -> Masks:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""

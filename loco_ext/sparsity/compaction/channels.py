@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass
-class Layer:
+class LayerChannels:
     """A convolution or linear layer as numbers."""
 
     node: fx.Node
@@ -79,7 +79,7 @@ class Channels:
         self.sets = DisjointSet()
         self.grouped: list[int] = []  # channels of the inputs and outputs of grouped layers
         self.values: dict[fx.Node, Value] = {}
-        self.layers: dict[fx.Node, Layer] = {}
+        self.layers: dict[fx.Node, LayerChannels] = {}
 
     def role(self, node: fx.Node) -> Role:
         return self.info.nodes[node].role
@@ -230,7 +230,7 @@ def _convolution(channels: Channels, node: fx.Node, source: Value) -> Value:
     known = np.broadcast_to(np.isfinite(constants), shape).reshape(live.shape)
     zero = np.broadcast_to(constants == 0, shape).reshape(live.shape)
     foldable = known & (zero | meets_no_padding(module))
-    channels.layers[node] = Layer(node, module, live, foldable, known if channels.fixed_size else foldable)
+    channels.layers[node] = LayerChannels(node, module, live, foldable, known if channels.fixed_size else foldable)
     value = Value(channels.sets.new(len(weight)), after_layer(module, constants, live, foldable))
     if groups > 1:  # a channel has to stay in its group
         channels.grouped += [*source.ids.tolist(), *value.ids.tolist()]
@@ -271,7 +271,7 @@ def _need(channels: Channels, node: fx.Node) -> bool:
     return changed
 
 
-def _need_constant(channels: Channels, layer: Layer, source: Value, wanted: Booleans) -> bool:
+def _need_constant(channels: Channels, layer: LayerChannels, source: Value, wanted: Booleans) -> bool:
     """Keep one constant channel for all of each group: behind the same padding, they differ only by factors."""
     changed = False
     sizes = np.abs(np.nan_to_num(source.constants))

@@ -110,7 +110,7 @@ def compact(
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
         why = str(error).replace("model: expected one that torch.fx can trace, got", "torch.fx cannot trace it:")
-        smaller: Sequence[Candidate] = [_cropped(dense, inputs, choose, why)]
+        smaller: Sequence[CompactedCandidate] = [_cropped(dense, inputs, choose, why)]
         unchanged = partial(_cropped, dense, inputs, costs.as_it_is, why)
     else:
         if fold_norms:
@@ -127,7 +127,7 @@ def compact(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CompactedCandidate:
     """A smaller network and the report on it."""
 
     network: nn.Module
@@ -135,7 +135,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Version(Candidate):
+class Version(CompactedCandidate):
     """A candidate with the channels of the graph that it was made of, one of several that compute the same."""
 
     channels: Channels
@@ -186,19 +186,19 @@ def _fastest(versions: list[Version], example: Pair) -> Version | None:
     return right[times.index(min(times))]
 
 
-def _unchanged(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
+def _unchanged(dense: nn.Module, inputs: Sequence[Any]) -> CompactedCandidate:
     """Return the model with all channels and taps, as a graph."""
     return _version(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
 
 
-def _cropped(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> Candidate:
+def _cropped(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> CompactedCandidate:
     """Return the model with cropped filters, for a model that has no graph."""
-    return Candidate(*crop_modules(dense, inputs, choose, why))
+    return CompactedCandidate(*crop_modules(dense, inputs, choose, why))
 
 
 def _select(
-    smaller: Sequence[Candidate],
-    unchanged: Callable[[], Candidate],
+    smaller: Sequence[CompactedCandidate],
+    unchanged: Callable[[], CompactedCandidate],
     example: Pair,
     others: Sequence[Pair],
     measured: bool,

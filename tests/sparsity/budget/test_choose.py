@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from loco_ext.sparsity.budget.choose import Floats, Layer, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Floats, LayerChoices, SizeProblem, Sizes
 
 RNG = np.random.default_rng
 TAPS = np.asarray([9, 4, 1, 0])
@@ -18,53 +18,53 @@ def lost(rng: np.random.Generator, filters: int) -> Floats:
     return np.concatenate([np.zeros((filters, 1)), rings.cumsum(1)], 1)
 
 
-def chain(seed: int) -> Problem:
+def chain(seed: int) -> SizeProblem:
     """Return three layers, each of which reads the one before; the first reads an image of three channels."""
     rng, layers, reads = RNG(seed), [], np.arange(3)
     for depth, filters in enumerate((2, 2, 2)):
         writes = np.arange(filters) + reads[-1] + 1
-        layers.append(Layer(rng.uniform(0.2, 1) * 4.0 ** -(depth // 2), TAPS, lost(rng, filters), writes, reads))
+        layers.append(LayerChoices(rng.uniform(0.2, 1) * 4.0 ** -(depth // 2), TAPS, lost(rng, filters), writes, reads))
         reads = writes
-    return Problem(layers, np.arange(9) < 3, np.zeros(9))
+    return SizeProblem(layers, np.arange(9) < 3, np.zeros(9))
 
 
-def residual(seed: int) -> Problem:
+def residual(seed: int) -> SizeProblem:
     """Return a stem, a block that adds to its channels, and a head with a fixed output; classes have a cost."""
     rng = RNG(seed)
     image, stream, inner, output = np.asarray([0, 1]), np.asarray([2, 3]), np.asarray([4, 5]), np.asarray([6])
     head = np.asarray([[0.0, np.inf]])
     layers = [
-        Layer(1.0, TAPS, lost(rng, 2), stream, image),
-        Layer(1.0, TAPS, lost(rng, 2), inner, stream),
-        Layer(1.0, TAPS, lost(rng, 2), stream, inner),
-        Layer(0.5, np.asarray([1, 0]), head, output, stream),
+        LayerChoices(1.0, TAPS, lost(rng, 2), stream, image),
+        LayerChoices(1.0, TAPS, lost(rng, 2), inner, stream),
+        LayerChoices(1.0, TAPS, lost(rng, 2), stream, inner),
+        LayerChoices(0.5, np.asarray([1, 0]), head, output, stream),
     ]
-    return Problem(layers, np.isin(np.arange(7), [0, 1, 6]), rng.uniform(0, 0.3, 7))
+    return SizeProblem(layers, np.isin(np.arange(7), [0, 1, 6]), rng.uniform(0, 0.3, 7))
 
 
-def depthwise(seed: int) -> Problem:
+def depthwise(seed: int) -> SizeProblem:
     """Return a layer, a depthwise one behind it and a pointwise one that reads both sizes of its channels."""
     rng = RNG(seed)
     image, inner, output = np.asarray([0]), np.asarray([1, 2]), np.asarray([3, 4])
     points = lost(rng, 2)[:, [0, 3]]
     layers = [
-        Layer(1.0, TAPS, lost(rng, 2), inner, image),
-        Layer(1.0, TAPS, lost(rng, 2), inner, None),
-        Layer(1.0, np.asarray([1, 0]), points, output, inner),
+        LayerChoices(1.0, TAPS, lost(rng, 2), inner, image),
+        LayerChoices(1.0, TAPS, lost(rng, 2), inner, None),
+        LayerChoices(1.0, np.asarray([1, 0]), points, output, inner),
     ]
-    return Problem(layers, np.arange(5) == 0, np.zeros(5))
+    return SizeProblem(layers, np.arange(5) == 0, np.zeros(5))
 
 
-def pairs(seed: int) -> Problem:
+def pairs(seed: int) -> SizeProblem:
     """Return a chain of whole filters with a residual sum, whose numbers of channels are even, or all of five."""
     rng, taps = RNG(seed), TAPS[[0, 3]]
     image, stream, inner, output = np.asarray([0]), np.arange(1, 6), np.arange(6, 10), np.arange(10, 12)
     edges = [(1.0, stream, image), (0.5, inner, stream), (0.5, stream, inner), (0.2, output, stream)]
-    layers = [Layer(unit, taps, lost(rng, len(own))[:, [0, 3]], own, reads) for unit, own, reads in edges]
-    return Problem(layers, np.arange(12) == 0, np.zeros(12), round_to=2)
+    layers = [LayerChoices(unit, taps, lost(rng, len(own))[:, [0, 3]], own, reads) for unit, own, reads in edges]
+    return SizeProblem(layers, np.arange(12) == 0, np.zeros(12), round_to=2)
 
 
-def every(problem: Problem) -> Iterator[Sizes]:
+def every(problem: SizeProblem) -> Iterator[Sizes]:
     """Yield all sizes with which the filters of one class stay or go together."""
     free = np.flatnonzero(~problem.fixed)
     for some in itertools.product((False, True), repeat=len(free)):
@@ -79,7 +79,7 @@ def every(problem: Problem) -> Iterator[Sizes]:
             yield np.split(np.asarray(chosen), np.cumsum([len(each) for each in alive])[:-1])
 
 
-def by_hand(problem: Problem, sizes: Sizes) -> float:
+def by_hand(problem: SizeProblem, sizes: Sizes) -> float:
     """Return the cost, summed filter by filter."""
     stays = set(np.flatnonzero(problem.fixed))
     for layer, chosen in zip(problem.layers, sizes, strict=True):
@@ -92,7 +92,7 @@ def by_hand(problem: Problem, sizes: Sizes) -> float:
 
 
 @pytest.mark.parametrize("make", [chain, residual, depthwise, pairs])
-def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Problem]) -> None:
+def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], SizeProblem]) -> None:
     rng = RNG(7)
     for seed in range(3):
         problem = make(seed)
@@ -106,7 +106,7 @@ def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Pr
 
 
 @pytest.mark.parametrize("make", [chain, residual, depthwise])
-def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[int], Problem]) -> None:
+def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[int], SizeProblem]) -> None:
     for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
         problem = make(seed)
         budget = share * problem.cost(problem.whole())
@@ -165,15 +165,15 @@ def test_a_budget_of_everything_removes_nothing() -> None:
 def test_importance_on_any_scale_gives_the_same_sizes() -> None:
     for factor in (1e-30, 1e30):
         problem, scaled = chain(1), chain(1)
-        scaled.layers = [Layer(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in scaled.layers]
+        scaled.layers = [LayerChoices(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in scaled.layers]
         budget = 0.5 * problem.cost(problem.whole())
         assert all(map(np.array_equal, problem.within(budget), scaled.within(budget)))
 
 
 def test_the_cheapest_sizes_are_found_where_none_cost_as_little() -> None:
     plain = chain(2)
-    layers = [Layer(a.unit, a.taps, a.lost, a.writes, a.reads, least=1) for a in plain.layers]
-    problem = Problem(layers, plain.fixed, plain.class_costs)
+    layers = [LayerChoices(a.unit, a.taps, a.lost, a.writes, a.reads, least=1) for a in plain.layers]
+    problem = SizeProblem(layers, plain.fixed, plain.class_costs)
     least = sum(unit * width for unit, width in zip((a.unit for a in layers), (3, 1, 1), strict=True))
     for budget in (0.0, 0.99 * least, 1.01 * least):
         assert problem.cost(problem.within(budget)) == pytest.approx(least)
