@@ -34,7 +34,7 @@ napoleon_use_ivar = True
 # The build reads no other project's index, so its names, and those of types that nobody constructs, are plain text.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|numpy|collections|typing|pathlib|types)\..*|Tensor|Locality"),
-    ("py:class", r"loco_ext\..*\.(LocalityOptimizer|StepsInBackward|Network)"),
+    ("py:class", r"loco_ext\..*\.(LocalityOptimizer|StepsInBackward|CountedNetwork)"),
 ]
 
 

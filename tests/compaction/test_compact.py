@@ -35,7 +35,7 @@ def test_random_networks_give_the_same_outputs(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("start", range(1000, 1160, 40))
+@pytest.mark.parametrize("start", [1000, 1040])
 def test_many_random_networks_give_the_same_outputs(start: int, dims: int) -> None:
     for seed in range(start, start + 40):
         with contextlib.suppress(pytest.skip.Exception):

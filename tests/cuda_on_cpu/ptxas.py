@@ -1,12 +1,15 @@
 """Resource usage that ptxas reports for kernels (registers, stack, spills, shared memory), compared with budgets."""
 
 import ast
+import fcntl
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
 _SETUP = (Path(__file__).parents[2] / "setup.py").read_text()
@@ -29,28 +32,46 @@ class Usage:
     shared_bytes: int
 
 
-def compile_code(
-    nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path], kind: str = "--fatbin"
-) -> str:
-    """Compile a source for all targets (``"80"``, ``"90"``, ...) at once, to one ``--cubin`` or a ``--fatbin`` of all.
+@dataclass(frozen=True)
+class Compiled:
+    """What nvcc makes of a source for several targets, and what ptxas reports on them."""
 
-    Return ptxas's report.
+    folder: Path
+    stem: str
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "report.txt").read_text()
+
+    def ptx(self, target: str) -> str:
+        return (self.folder / f"{self.stem}.compute_{target}.ptx").read_text()
+
+    def cubin(self, target: str) -> Path:
+        return self.folder / f"{self.stem}.compute_{target}.cubin"
+
+
+def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, include: Path) -> Compiled:
+    """Compile a source for two or more targets (``"80"``, ``"90"``, ...) at once, unless a folder of objects has them.
+
+    Args:
+        objects: folder that processes may share; what is in it is known by the text of the sources.
+        include: folder whose headers the source may include.
     """
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
-    return _compile([nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, kind], source, out, include)
-
-
-def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:
-    """Compile a source for one target to PTX, and return its text."""
-    _compile([nvcc, *FLAGS, f"-arch=compute_{target}", "--ptx"], source, out, include)
-    return out.read_text()
-
-
-def _compile(command: Sequence[str], source: Path, out: Path, include: Sequence[Path]) -> str:
-    command = [*command, *(f"-I{folder}" for folder in include), str(source), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    command = [nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, "--fatbin", "--keep", f"-I{include}"]
+    texts = [path.read_bytes() for path in (source, *sorted(include.rglob("*.h")))]
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    made = objects / f"{source.stem}-{sha256(repr((command, version, texts)).encode()).hexdigest()}"
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            part = Path(mkdtemp(dir=objects))
+            command += ["--keep-dir", str(part), str(source), "-o", str(part / "all.fatbin")]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+            (part / "report.txt").write_text(done.stdout + done.stderr)
+            part.rename(made)
+    return Compiled(made, source.stem)
 
 
 def demangled(names: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from tests.cuda_on_cpu import ptx, ptxas, sass
-from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc
+from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc, objects_folder
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
@@ -22,25 +22,23 @@ def name_of(path):
     return f"{path.parent.name}/{path.name}"
 
 
-@pytest.fixture(scope="module")
-def instructions_for_90(tmp_path_factory):
-    """Return a function that compiles the named source for sm_90 and returns the instructions of its kernels."""
+def compiled(source):
+    """Compile a CUDA source for all targets, once in a test run."""
+    return ptxas.compiled(need_nvcc(), source, TARGETS, objects_folder(), CSRC)
 
-    @cache
-    def compiled(name):
-        out = tmp_path_factory.mktemp("kept") / "kernels.ptx"
-        return ptx.parse(ptxas.compile_ptx(need_nvcc(), CSRC / name, "90", out, [CSRC]))
 
-    return compiled
+@cache
+def instructions_for_90(name):
+    """Return the instructions of the kernels of the named source for sm_90."""
+    return ptx.parse(compiled(CSRC / name).ptx("90"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_kernels_keep_their_budgets(source, tmp_path):
+def test_kernels_keep_their_budgets(source):
     """The budget of NAME.cu is in NAME_budget.json beside it."""
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
-    report = ptxas.compile_code(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
-    usages = ptxas.parse(report)
+    usages = ptxas.parse(compiled(source).report)
     for target in TARGETS:
         of_target = [usage for usage in usages if usage.target == f"sm_{target}"]
         found = ptxas.complaints(of_target, budget)
@@ -66,10 +64,9 @@ def test_glue_compiles_without_a_cuda_build_of_torch(source):
 
 
 @pytest.fixture(scope="module")
-def greedy(tmp_path_factory):
-    out = tmp_path_factory.mktemp("greedy") / "greedy.fatbin"
-    report = ptxas.compile_code(need_nvcc(), HERE / "greedy.cu", ["80", "90"], out, [])
-    return {(usage.kernel, usage.target): usage for usage in ptxas.parse(report)}
+def greedy():
+    found = ptxas.compiled(need_nvcc(), HERE / "greedy.cu", ["80", "90"], objects_folder(), CSRC)
+    return {(usage.kernel, usage.target): usage for usage in ptxas.parse(found.report)}
 
 
 def test_usage_is_read_from_the_compiler(greedy):
@@ -131,7 +128,7 @@ FUSED = {"Sgd": 4, "Adam": 3}
 
 
 @pytest.fixture(scope="module")
-def kernels(instructions_for_90):
+def kernels():
     return instructions_for_90("optim_step/cuda.cu")
 
 
@@ -206,13 +203,12 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
 
 
 @pytest.mark.slow
-def test_vectors_take_no_more_instructions_than_their_budget(tmp_path):
+def test_vectors_take_no_more_instructions_than_their_budget():
     """Counted are the instructions of a vector without decay, for sm_90; see ``Kernel.shortest_pass``."""
     source = CSRC / "optim_step" / "cuda.cu"
     budget = json.loads(source.with_name("cuda_budget.json").read_text())["vector_instructions"]
-    cubin = tmp_path / "kernels.cubin"
-    ptxas.compile_code(need_nvcc(), source, ["90"], cubin, [CSRC], kind="--cubin")
-    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in sass.disassemble(cubin).items()}
+    code = sass.disassemble(compiled(source).cubin("90"))
+    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in code.items()}
     found = {name: kernels[name].shortest_pass() for name in kernels if re.match(r"step_vectors<.*false>", name)}
     assert found.keys() == budget.keys()
     assert not {name: count for name, count in found.items() if count > budget[name]}
@@ -224,13 +220,12 @@ DISASSEMBLED = ["80", "90", "100", "120"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", DISASSEMBLED)
-def test_passes_of_adams_prox_take_no_instruction_in_float64(target, tmp_path):
+def test_passes_of_adams_prox_take_no_instruction_in_float64(target):
     """Sums of moments in float32 have none at all, and weights are written by a division in float32."""
     source = CSRC / "optim_step" / "cuda_prox.cu"
     budget = json.loads(source.with_name("cuda_prox_budget.json").read_text())["instructions_of_a_pass"]
-    cubin = tmp_path / "kernels.cubin"
-    ptxas.compile_code(need_nvcc(), source, [target], cubin, [CSRC], kind="--cubin")
-    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in sass.disassemble(cubin).items()}
+    code = sass.disassemble(compiled(source).cubin(target))
+    kernels = {name.partition("(Parameters")[0]: kernel for name, kernel in code.items()}
     assert budget.keys() == {name for name in kernels if name.startswith("step_filters<Adam, float")}
     for name, allowed in budget.items():
         kernel = kernels[name]
@@ -295,7 +290,7 @@ def test_instructions_in_float64_are_told_from_others():
 
 
 @pytest.fixture(scope="module")
-def prox_kernels(instructions_for_90):
+def prox_kernels():
     return instructions_for_90("optim_step/cuda_prox.cu")
 
 
@@ -328,7 +323,7 @@ def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does
 
 
 @pytest.mark.slow
-def test_payload_is_read_where_it_was_passed(instructions_for_90):
+def test_payload_is_read_where_it_was_passed():
     kernels = instructions_for_90("common/cuda_upload.cu")
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
         assert "ld.param.v4.u32" in instructions, kernel
@@ -337,7 +332,7 @@ def test_payload_is_read_where_it_was_passed(instructions_for_90):
 
 
 @pytest.fixture(scope="module")
-def ring_kernels(instructions_for_90):
+def ring_kernels():
     return instructions_for_90("ring_prox/cuda.cu")
 
 

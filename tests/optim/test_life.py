@@ -457,7 +457,7 @@ def test_random_sequences_of_actions_follow_torch(seed):
 
 @pytest.mark.slow
 def test_many_random_sequences_of_actions_follow_torch():
-    live(range(100, 2100))
+    live(range(100, 1100))
 
 
 # ---- regression tests

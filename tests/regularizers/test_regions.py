@@ -138,7 +138,7 @@ def dual_step(gradient, p):
 def check_soundness(name, p, points, seed=1):
     """Assert that random points near the boundary are in the same region, and the witness's step leads out of it."""
     model, x = network(name, samples=4, seed=seed)
-    graph = regularizers.linear_regions.Network(model)
+    graph = regularizers.linear_regions.FrozenNetwork(model)
     radii = regularizers.region_radius(model, x, p)
     generator = torch.Generator().manual_seed(seed)
     for sample, radius, here in zip(x, radii, region_patterns(graph, x), strict=True):

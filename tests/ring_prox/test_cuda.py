@@ -440,7 +440,7 @@ def test_nothing_is_found_where_no_mistake_is_made(check: Path) -> None:
 @pytest.mark.slow
 def test_many_random_joint_calls_keep_to_their_memory(compiled: Path) -> None:
     program = compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=True)
-    done = build.run_program(program, 100_000, 20, timeout=1500)
+    done = build.run_program(program, 100_000, 10, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
