@@ -367,6 +367,8 @@ def summary(networks: Sequence[Record]) -> list[Record]:
                 compared = summaries.compare(np.array(errors), np.array(theirs))
                 names = ("difference", "difference_standard_error")
                 arm["differences"][reference] = {name: compared[name] for name in names}
+            elif seeds:
+                arm["differences"][reference] = {"difference": errors[0] - theirs[0]}
         arm["macs"] = float(np.mean([record["macs"] for record in records.values()]))
         arm["latencies"] = {
             name: float(np.median([record["latencies"][name] for record in records.values()]))

@@ -364,7 +364,9 @@ def budget_cifar10(report: Record) -> list[Table]:
     settings, rows = report["settings"], []
     for arm in report["arms"]:
         differences = {
-            reference == PEER: f"{each['difference']:+.2f} ± {each['difference_standard_error']:.2f}"
+            reference == PEER: " ± ".join(
+                f"{value:{sign}.2f}" for value, sign in zip(each.values(), ("+", ""), strict=False)
+            )
             for reference, each in arm["differences"].items()
         }
         compared = [differences.get(peer, MISSING) for peer in (False, True)]
@@ -374,8 +376,8 @@ def budget_cifar10(report: Record) -> list[Table]:
     title = (
         f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
         "test error in percent, mean over seeds; its paired differences from uniform width (distilled if the way is; "
-        f"from the dense network for 100%) and from {PEER}, mean and standard error; MACs and latency of the compacted "
-        "network over those of the dense one"
+        f"from the dense network for 100%) and from {PEER}, mean and standard error, of one seed the difference; MACs "
+        "and latency of the compacted network over those of the dense one"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
     return [Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "seeds", "MACs", *timed], rows)]
