@@ -62,6 +62,12 @@ def budget_of(settings: Any) -> tuple[str, float] | None:
     return given[0] if given else None
 
 
+def set_rounding(settings: Any) -> None:
+    """Set ``round_to`` to 1 if it is None, except for a latency, for which several are tried."""
+    if settings.round_to is None and settings.latency is None:
+        object.__setattr__(settings, "round_to", 1)
+
+
 def check_temperature(settings: Any) -> None:
     """Raise SettingsError unless the temperature is a positive number, the default one without distillation."""
     temperature = settings.temperature
@@ -285,6 +291,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        set_rounding(self)
         if not is_own(self.model):
             check_choice("model", self.model, MODELS)
         check_choice("data", self.data, DATA)
@@ -301,11 +308,9 @@ class Settings:
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
         if budget_of(self) is None:
-            without = {"method": ("pruning",), "granularity": ("rings",), "round_to": (1, None)}
-            for name, accepted in without.items():
-                if (value := getattr(self, name)) not in accepted:
-                    expected = f"expected {accepted[0]} without macs, parameters or latency"
-                    raise SettingsError(f"{name}: {expected}, got {value}")
+            for name, default in (("method", "pruning"), ("granularity", "rings"), ("round_to", 1)):
+                if (value := getattr(self, name)) != default:
+                    raise SettingsError(f"{name}: expected {default} without macs, parameters or latency, got {value}")
         check_temperature(self)
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"

@@ -8,7 +8,7 @@ model.safetensors, manifest.json, report.json, model.onnx      as of loco_ext.ex
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,7 @@ from loco_ext.experiments.settings import (
     check_fields,
     check_temperature,
     from_preset,
+    set_rounding,
 )
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
@@ -114,6 +115,7 @@ class Shrinking:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        set_rounding(self)
         check_temperature(self)
         rate = self.learning_rate
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
@@ -208,9 +210,8 @@ def shrink(
 
 def _check_same(recorded: dict[str, Any], record: dict[str, Any], path: Path) -> None:
     """Raise SettingsError where the record of a run to resume differs; options that it lacks had their defaults."""
-    before, now = recorded["shrinking"], record["shrinking"]
-    defaults = {field.name: field.default for field in fields(Shrinking)}
-    others = [name for name, value in now.items() if before.get(name, defaults[name]) != value]
+    before, now = asdict(Shrinking(**recorded["shrinking"])), record["shrinking"]
+    others = [name for name, value in now.items() if before[name] != value]
     if others or recorded["weights"] != record["weights"]:
         raise SettingsError(
             f"{path}: expected the options and the network of the run to resume, got another "

@@ -92,7 +92,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "latency": None,
         "method": "pruning",
         "granularity": "rings",
-        "round_to": None,
+        "round_to": 1,
         "crop": True,
         "group_norm": "l2",
         "power": 1,

@@ -185,7 +185,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
-        self._round_to = state["round_to"]
+        self._round_to = state.get("round_to", self._round_to)
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
@@ -195,12 +195,12 @@ class Budget:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := _STATE.keys() - state.keys():
+        if missing := _STATE.keys() - state.keys() - {"round_to"}:
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
         for name, kind in _STATE.items():
-            if not isinstance(state[name], kind):
+            if name in state and not isinstance(state[name], kind):
                 raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
         sizes, removed = state["sizes"] or [], state["removed"]
         if not all(isinstance(each, Tensor) for each in (*state["importance"].values(), *sizes, *removed)):
