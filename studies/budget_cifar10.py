@@ -155,15 +155,20 @@ class Study:
 
     def latencies(self, network: nn.Module) -> dict[str, float]:
         """Return the latency of a network over that of the dense one, both compacted, measured in turn."""
-        found = {}
-        for count, name in TIMED.items():
-            images = torch.randn(count, *self.images.shape[1:])
-            both = {"this": network, "dense": self.network(0)}
-            small = {key: sparsity.compact(each.eval(), images)[0] for key, each in both.items()}
-            calls = {key: partial(each, images) for key, each in small.items()}
-            with torch.inference_mode():
-                found[name] = harness.compare(partial(dict, calls), EFFORT, name).ratio("this", "dense")
-        return found
+        return {name: self._ratio(network, self.network(0), count) for count, name in TIMED.items()}
+
+    def latency_budget(self, network: nn.Module, dense: nn.Module) -> float:
+        """Return the latency of a network over that of the dense one, the first compacted, the other as it is."""
+        return self._ratio(network, dense, max(TIMED), compacted=False)
+
+    def _ratio(self, network: nn.Module, dense: nn.Module, count: int, compacted: bool = True) -> float:
+        images = torch.randn(count, *self.images.shape[1:])
+        both = {"this": sparsity.compact(network.eval(), images)[0], "dense": dense.eval()}
+        if compacted:
+            both["dense"] = sparsity.compact(dense, images)[0]
+        calls = {key: partial(each, images) for key, each in both.items()}
+        with torch.inference_mode():
+            return harness.compare(partial(dict, calls), EFFORT, TIMED[count]).ratio("this", "dense")
 
 
 def dense(study: Study, seed: int, share: float) -> nn.Module:
@@ -253,10 +258,9 @@ def as_fast(study: Study, seed: int, share: float) -> nn.Module:
 
     Its MACs may be more.
     """
-    count = max(TIMED)
-    latency = study.latencies(_narrower(study, seed, share))[TIMED[count]]
+    half, images = study.dense(seed, study.cut), study.images.expand(max(TIMED), -1, -1, -1)
+    latency = study.latency_budget(_narrower(study, seed, share), half)
     options: dict[str, Any] = {"batches": study.batches(seed), "granularity": "filters", "latency": latency}
-    half, images = study.dense(seed, study.cut), study.images.expand(count, -1, -1, -1)
     return study.fit(sparsity.shrink_to(half, images, **options)[0], seed, range(study.cut, study.epochs))
 
 
@@ -291,7 +295,7 @@ def _sparsely_trained(study: Study, seed: int) -> nn.Module:
     """Return the network as it is at the cut after Torch-Pruning's sparse learning, trained once for all shares."""
     import torch_pruning as tp
 
-    network, path = study.network(seed), study.runs / f"sparse-{seed}.pt"
+    network, path = study.network(seed), study.runs / f"sparse-{seed}-{study.cut}.pt"
     if path.exists():
         network.load_state_dict(torch.load(path, weights_only=True))
         return network

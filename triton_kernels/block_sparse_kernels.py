@@ -15,8 +15,8 @@ whose blocks are then read from memory once, and neighbouring output pixels, who
 
 Half precision and float32 are summed in float32, in an order that depends on sizes alone. Values in float32 beside x in
 half precision are rounded to it before they are multiplied; their gradients are not rounded. Channels and strides are
-given in units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what divides them; offsets
-are in 64 bits.
+given in units of ``BlockSparseForm.x_unit`` and ``y_unit`` elements, so that the compiler knows what divides them;
+offsets are in 64 bits.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -45,7 +45,7 @@ class BlockSparseForm:
     blocks: int = 1  # blocks whose gradients are in one tile
 
 
-# Arguments that Triton must not specialise; the compiler knows their divisors from Form's units.
+# Arguments that Triton must not specialise; the compiler knows their divisors from the units of BlockSparseForm.
 _SIZES = ("batch", "groups", "depth", "width", "x_sample_stride", "x_pixel_stride")
 
 

@@ -441,6 +441,8 @@ def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, pat
     # A run of an earlier version lacks the settings that came later, and had their defaults; it recorded whether the
     # penalty was folded also where that was not chosen.
     before = {field.name: field.default for field in kept} | dict(recorded)
+    if before["round_to"] is None and before["latency"] is None:
+        before["round_to"] = 1
     if settings.folded is None and before["folded"] == settings.penalises_folded:
         before["folded"] = None
     different = [field.name for field in kept if getattr(settings, field.name) != before[field.name]]

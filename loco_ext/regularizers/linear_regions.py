@@ -125,7 +125,7 @@ class Nearest:
 
     Attributes:
         radius: ``[N]``.
-        operation: which of :attr:`Network.bending_operations` bends, int64 ``[N]``; -1 if there is no boundary.
+        operation: which of :attr:`FrozenNetwork.bending_operations` bends, int64 ``[N]``; -1 if there is no boundary.
         index: which of its bends it is, int64 ``[N]``.
         shapes: shape of the bends of each operation.
     """

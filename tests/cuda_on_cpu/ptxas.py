@@ -64,13 +64,18 @@ def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, inc
     made = objects / f"{source.stem}-{sha256(repr((command, version, texts)).encode()).hexdigest()}"
     with made.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
+        if not (made / "report.txt").exists():
+            shutil.rmtree(made, ignore_errors=True)
             part = Path(mkdtemp(dir=objects))
             command += ["--keep-dir", str(part), str(source), "-o", str(part / "all.fatbin")]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
             (part / "report.txt").write_text(done.stdout + done.stderr)
+            for kept in part.iterdir():
+                if kept.suffix not in (".ptx", ".cubin", ".txt"):
+                    kept.unlink()
             part.rename(made)
+        made.touch()
     return Compiled(made, source.stem)
 
 

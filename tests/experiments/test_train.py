@@ -319,6 +319,17 @@ def test_a_run_that_recorded_what_its_penalty_was_on_is_resumed_with_that_alone(
     check_same(quick(**rings, folded=False), asdict(quick(**rings)) | {"folded": False}, 0, tmp_path)
 
 
+def test_a_run_whose_record_lacks_the_rounding_is_resumed(tmp_path):
+    setting = quick(macs=0.5)
+    recorded = asdict(setting)
+    assert recorded["round_to"] == 1
+    for before in (recorded, recorded | {"round_to": None}, {k: v for k, v in recorded.items() if k != "round_to"}):
+        check_same(setting, before, 0, tmp_path)
+    with pytest.raises(SettingsError, match=r"^round_to: expected 4, as the run in"):
+        check_same(setting, recorded | {"round_to": 4}, 0, tmp_path)
+    assert quick(latency=0.5).round_to is None
+
+
 TRAIN = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
 
 

@@ -24,7 +24,7 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 Change = tuple[int, int, int]  # layer, filter, choice
 Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
-Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
+Sizes = list[Integers]  # for each layer, the choice of each filter: a column of LayerChoices.taps; the last is no taps
 
 _FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
 _RISE = 1.25  # factor between one price and the next

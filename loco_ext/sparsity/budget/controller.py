@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,11 +13,19 @@ from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import BudgetSearch, best, bounds, check_budget, roundings_of
+from loco_ext.sparsity.budget.shrink import (
+    BudgetSearch,
+    Found,
+    best,
+    bounds,
+    check_budget,
+    ranked,
+    roundings_of,
+)
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
-Found = TypeVar("Found")
+Shared = TypeVar("Shared")
 
 # The keys of a state, and the types of their values.
 _STATE: dict[str, Any] = {"steps": int, "target": float, "round_to": int, "importance": Mapping, "removed": list}
@@ -49,8 +56,8 @@ class Budget:
             :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval mode. At
             ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes until it
             does; zeros that training, not the budget, has made count, as they may become others again. For a latency,
-            MACs are counted meanwhile, and compacted networks are timed, which takes some seconds each: two at the
-            beginning, and several at ``end``.
+            MACs are counted meanwhile, and compacted networks are timed, which takes some seconds each: five at the
+            beginning, two with ``round_to``, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -59,7 +66,9 @@ class Budget:
         method: "pruning" as above. Or "penalty": from ``begin`` to ``end``, a penalty on all filters, in proportion to
             their costs, shrinks them in each step by its prox; its strength is turned until the filters that it has
             made zero save what they should at that time. At ``end``, sizes are chosen as above. It is the slower way.
-        kind, granularity, least, skip, round_to: as for :func:`shrink_to`.
+        kind, granularity, least, skip: as for :func:`shrink_to`.
+        round_to: as for :func:`shrink_to`. For a latency, the number is chosen at the beginning, by the norms of the
+            weights; others are tried at ``end`` if it cannot meet the latency.
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
@@ -115,15 +124,15 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least, roundings = bounds(self._structure, least), roundings_of(self.cost, round_to)
+        self._least, self._roundings = bounds(self._structure, least), roundings_of(self.cost, round_to)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
-        self._round_to = roundings[0]
+        self._round_to = self._roundings[0]
         if self.cost == "latency":
-            self._round_to, self._target = _by_the_first_process(partial(self._start, roundings))
+            self._round_to, self._target = _by_the_first_process(self._start)
         else:
             self._search().search(near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -133,6 +142,7 @@ class Budget:
 
         Raises:
             RuntimeError: a layer has had no finite gradient by the time that sizes are chosen by "taylor".
+            ValueError: no network meets the budget at ``end``.
         """
         self.steps += 1
         if self.steps <= self.end and self.importance == "taylor":
@@ -185,7 +195,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
-        self._round_to = state.get("round_to", self._round_to)
+        self._round_to = state.get("round_to", self._roundings[0])
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
@@ -202,6 +212,8 @@ class Budget:
         for name, kind in _STATE.items():
             if name in state and not isinstance(state[name], kind):
                 raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
+        if (round_to := state.get("round_to", 1)) < 1:
+            raise ValueError(f"state: expected round_to of at least 1, got {round_to}")
         sizes, removed = state["sizes"] or [], state["removed"]
         if not all(isinstance(each, Tensor) for each in (*state["importance"].values(), *sizes, *removed)):
             raise TypeError("state: expected tensors in importance, sizes and removed, got others")
@@ -243,14 +255,31 @@ class Budget:
     def _due(self) -> Sizes:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted."""
         if self.steps == self.end:
-            return self._search().search(self._target).sizes
+            return self._found().sizes
         problem = self._problem()
         return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
-    def _start(self, roundings: Sequence[int]) -> tuple[int, float]:
-        """Return the rounding with which a network that meets the latency loses the least importance, and its count."""
-        found = best(self._search(each) for each in roundings)
-        return found.problem.round_to, found.problem.share(found.sizes)
+    def _start(self) -> tuple[int, float]:
+        """Return the rounding with which the least importance should be lost for the latency, and the count, a share.
+
+        Raises:
+            ValueError: the latency is below that of the cheapest network.
+        """
+        searches = [self._search(each) for each in self._roundings]
+        searches[0].check()
+        if len(searches) == 1:
+            return self._round_to, searches[0].guess()
+        search, target = ranked(searches)[0]
+        return search.problem.round_to, target
+
+    def _found(self) -> Found:
+        """Return what meets the budget at the end, if possible with the rounding of the beginning.
+
+        Raises:
+            ValueError: nothing does.
+        """
+        others = [each for each in self._roundings if each != self._round_to]
+        return best(((self._search(each), self._target) for each in (self._round_to, *others)), most=1)
 
     @torch.no_grad()
     def _search(self, round_to: int | None = None) -> BudgetSearch:
@@ -278,7 +307,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
             raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
 
 
-def _by_the_first_process(find: Callable[[], Found]) -> Found:
+def _by_the_first_process(find: Callable[[], Shared]) -> Shared:
     """Return the first process's result in all processes, or raise its error in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return find()

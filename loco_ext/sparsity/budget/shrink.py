@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -70,7 +71,8 @@ def shrink_to(
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
         round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU work on 8 or 16
             channels together, and those on tensor cores on 8: others take as long as the next multiple. By default 1;
-            for a latency, 1, 4, 8 and 16 are tried, and the one that loses the least importance is taken.
+            for a latency, a network of each of 1, 4, 8 and 16 is timed, and of the two numbers with which the least
+            importance should be lost, the one is taken with which less is lost.
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it where
@@ -104,7 +106,7 @@ def shrink_to(
     counted, kept = "parameters" if cost == "parameters" else "macs", bounds(structure, least)
     lost = _lost(structure, dense, importance, batches, loss)
     problems = [structure.problem(counted, lost, kept, each) for each in roundings]
-    found = best([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems])
+    found = best(ranked([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems]))
     network, report = found.network, found.report
     if cost == "latency":
         network, _ = compact(network, inputs, fold_norms=False)
@@ -194,6 +196,17 @@ class BudgetSearch:
     cost: str
     share: float
 
+    def guess(self) -> float:
+        """Return the count, as a share of the model's, that should meet the budget, judged by one network."""
+        sizes = self.sizes(self.share)
+        return min(1.0, self.problem.share(sizes) * self.share / self._reached(self._network(sizes)[1]))
+
+    def check(self) -> None:
+        """Raise ValueError unless the cheapest network meets the budget."""
+        least = self._reached(self._network(self.sizes(0.0))[1])
+        if least > self.share:
+            raise self._beyond(least)
+
     def search(self, target: float | None = None, near: float = _NEAR) -> Found:
         """Return a network that meets the budget and loses as little importance as is found.
 
@@ -210,7 +223,7 @@ class BudgetSearch:
         known: dict[tuple[bytes, ...], float] = {}  # what sizes reach, which rounded ones do that several targets have
         least = 1.0
         for tried in range(_MOST_TRIES):
-            sizes = self._sizes(target)
+            sizes = self.sizes(target)
             counted = self.problem.share(sizes)
             cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
             if cheapest and best is not None:
@@ -234,11 +247,15 @@ class BudgetSearch:
             guess, stuck = min(1.0, target * self.share / reached), best is None and tried >= _GUESSES
             target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if best is None:
-            least = min(1.0, (1 + _ROUNDING) * least)
-            raise ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+            raise self._beyond(least)
         return best
 
-    def _sizes(self, target: float) -> Sizes:
+    def _beyond(self, least: float) -> ValueError:
+        """Return the error of a budget that cannot be met; it names the least, rounded up."""
+        least = min(1.0, (1 + _ROUNDING) * least)
+        return ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+
+    def sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""
         return self.problem.within(self._cost(target))
 
@@ -265,19 +282,34 @@ class BudgetSearch:
         return report.latency_after / report.latency_before
 
 
-def best(searches: Iterable[BudgetSearch]) -> Found:
-    """Return what loses the least importance of all that searches find.
+def ranked(searches: Sequence[BudgetSearch]) -> list[tuple[BudgetSearch, float]]:
+    """Return searches and the counts to try first, as shares, in the order of the importance that should be lost."""
+    if len(searches) == 1:
+        return [(searches[0], searches[0].share)]
+    guesses = [search.guess() for search in searches]
+    lost = [search.problem.lost(search.sizes(guess)) for search, guess in zip(searches, guesses, strict=True)]
+    return [(searches[i], guesses[i]) for i in np.argsort(lost, kind="stable")]
+
+
+def best(searches: Iterable[tuple[BudgetSearch, float]], most: int = 2) -> Found:
+    """Return what loses the least importance of all that the first searches find.
+
+    Args:
+        searches: with the counts to try first, as shares.
+        most: number of searches that find something after which no further one is made.
 
     Raises:
-        ValueError: none finds anything; the error is the first one's.
+        ValueError: none finds anything; the error is that of the finest rounding.
     """
     found: list[Found] = []
-    failed: list[ValueError] = []
-    for search in searches:
+    failed: list[tuple[int, ValueError]] = []
+    for search, target in searches:
         try:
-            found.append(search.search())
+            found.append(search.search(target))
         except ValueError as error:
-            failed.append(error)
+            failed.append((search.problem.round_to, error))
+        if len(found) == most:
+            break
     if not found:
-        raise failed[0]
+        raise min(failed, key=lambda each: each[0])[1]
     return min(found, key=lambda one: one.problem.lost(one.sizes))

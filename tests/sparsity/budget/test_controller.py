@@ -129,6 +129,12 @@ def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch, method: st
     assert 0.35 < reached("plain", model) <= 0.35 / 0.75  # the penalty may have set more scales to zero
     state = budget.state_dict()
     assert 0.4 < state["target"] < 0.6
+    assert state["round_to"] in shrink.ROUNDINGS
+    other = controlled("plain", macs=None, latency=0.6, method=method)[2]
+    other.load_state_dict({name: value for name, value in state.items() if name != "round_to"})
+    assert other.state_dict()["round_to"] == 1
+    with pytest.raises(ValueError, match="state: expected round_to of at least 1, got 0"):
+        other.load_state_dict(state | {"round_to": 0})
     monkeypatch.setattr(shrink, "compact", lambda *_, **options: sparsity.compact(*_, cost="macs"))
     with pytest.raises(ValueError, match="latency: expected a model of which a smaller one can be timed, got none"):
         controlled("plain", macs=None, latency=0.6)
