@@ -363,7 +363,7 @@ def summary(networks: Sequence[Record]) -> list[Record]:
         arm: Record = {"way": way, "share": share, "seeds": len(records)}
         arm["error"] = float(np.mean([record["error"] for record in records.values()]))
         arm["differences"] = {}
-        for reference in {WAYS[way].reference, tables.PEER} - {way}:
+        for reference in sorted({WAYS[way].reference, tables.PEER} - {way}):
             others = found.get((share, reference), {})
             seeds = [seed for seed in records if seed in others]
             errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
