@@ -34,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What nvcc makes of a source for several targets, and what ptxas reports on them."""
+    """The PTX and cubins that nvcc makes of one source for several targets, and the report of ptxas."""
 
     folder: Path
     stem: str

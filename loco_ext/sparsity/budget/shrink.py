@@ -17,7 +17,7 @@ from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
-from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
+from loco_ext.sparsity.compaction.compact import check_inputs, copied, take_modes, unwrapped
 
 ROUNDINGS = 1, 4, 8, 16  # numbers of channels that kernels compute together
 _MOST_TRIES = 12
@@ -110,9 +110,7 @@ def shrink_to(
     network, report = found.network, found.report
     if cost == "latency":
         network, _ = compact(network, inputs, fold_norms=False)
-    modes = {name: module.training for name, module in unwrapped(model).named_modules()}
-    for name, module in network.named_modules():
-        module.training = modes.get(name, model.training)
+    take_modes(network, model)
     return network, report
 
 
@@ -129,7 +127,7 @@ def check_budget(**budgets: float | None) -> tuple[str, float]:
 
 
 def roundings_of(cost: str, round_to: int | None) -> tuple[int, ...]:
-    """Return the numbers of which numbers of channels may become multiples."""
+    """Return the candidates for the number that counts of channels are rounded to."""
     if round_to is None:
         return ROUNDINGS if cost == "latency" else (1,)
     return (check_count("round_to", round_to, 1),)
@@ -163,6 +161,10 @@ def _lost(
     if not several:
         raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
     return by_taylor(structure, model, several, loss)
+
+
+class UnreachableError(ValueError):
+    """A budget below what the cheapest sizes of filters cost."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class BudgetSearch:
         return min(1.0, self.problem.share(sizes) * self.share / self._reached(self._network(sizes)[1]))
 
     def check(self) -> None:
-        """Raise ValueError unless the cheapest network meets the budget."""
+        """Raise UnreachableError unless the cheapest network meets the budget."""
         least = self._reached(self._network(self.sizes(0.0))[1])
         if least > self.share:
             raise self._beyond(least)
@@ -215,18 +217,18 @@ class BudgetSearch:
             near: share of the budget from which on a network is returned without looking for a larger one.
 
         Raises:
-            ValueError: no sizes that are allowed meet the budget.
+            UnreachableError: no sizes that are allowed meet the budget.
         """
         target = self.share if target is None else target
         low, high = 0.0, math.inf
-        best: Found | None = None
+        found: Found | None = None
         known: dict[tuple[bytes, ...], float] = {}  # what sizes reach, which rounded ones do that several targets have
         least = 1.0
         for tried in range(_MOST_TRIES):
             sizes = self.sizes(target)
             counted = self.problem.share(sizes)
             cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
-            if cheapest and best is not None:
+            if cheapest and found is not None:
                 break
             target = max(target, counted)
             key = tuple(chosen.tobytes() for chosen in sizes)
@@ -237,23 +239,23 @@ class BudgetSearch:
             if reached <= self.share:
                 low = target
                 if is_new:
-                    best = Found(network, report, sizes, self.problem)
+                    found = Found(network, report, sizes, self.problem)
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
                 high, least = target, min(least, reached)
                 if cheapest:
                     break
-            guess, stuck = min(1.0, target * self.share / reached), best is None and tried >= _GUESSES
+            guess, stuck = min(1.0, target * self.share / reached), found is None and tried >= _GUESSES
             target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
-        if best is None:
+        if found is None:
             raise self._beyond(least)
-        return best
+        return found
 
-    def _beyond(self, least: float) -> ValueError:
+    def _beyond(self, least: float) -> UnreachableError:
         """Return the error of a budget that cannot be met; it names the least, rounded up."""
         least = min(1.0, (1 + _ROUNDING) * least)
-        return ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+        return UnreachableError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
 
     def sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""
@@ -299,14 +301,14 @@ def best(searches: Iterable[tuple[BudgetSearch, float]], most: int = 2) -> Found
         most: number of searches that find something after which no further one is made.
 
     Raises:
-        ValueError: none finds anything; the error is that of the finest rounding.
+        UnreachableError: none finds anything; the error is that of the finest rounding.
     """
     found: list[Found] = []
-    failed: list[tuple[int, ValueError]] = []
+    failed: list[tuple[int, UnreachableError]] = []
     for search, target in searches:
         try:
             found.append(search.search(target))
-        except ValueError as error:
+        except UnreachableError as error:
             failed.append((search.problem.round_to, error))
         if len(found) == most:
             break

@@ -120,10 +120,15 @@ def compact(
     network, report = _select(smaller, unchanged, example, others, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
-    training = {name: module.training for name, module in unwrapped(model).named_modules()}
-    for name, module in network.named_modules():
-        module.training = training.get(name, model.training)
+    take_modes(network, model)
     return network, report
+
+
+def take_modes(network: nn.Module, model: nn.Module) -> None:
+    """Set the training mode of a network's modules to that of the model's modules of the same names."""
+    modes = {name: module.training for name, module in unwrapped(model).named_modules()}
+    for name, module in network.named_modules():
+        module.training = modes.get(name, model.training)
 
 
 @dataclass(frozen=True)
