@@ -208,9 +208,9 @@ def _convolutions(network: nn.Module) -> list[nn.Conv2d]:
     return [m for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
 
 
-def gradually(study: Study, seed: int, share: float, granularity: str = "filters") -> nn.Module:
+def gradually(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     """Train the network with a budget that falls until the cut."""
-    return _shrinking(study, study.network(seed), seed, share, granularity)
+    return _shrinking(study, study.network(seed), seed, share, **options)
 
 
 def penalized(study: Study, seed: int, share: float) -> nn.Module:
@@ -227,11 +227,12 @@ def penalized(study: Study, seed: int, share: float) -> nn.Module:
 def from_larger_kernels(study: Study, seed: int, share: float) -> nn.Module:
     """Train a network of 5x5 kernels whose rings go until it has the share of the MACs of that of 3x3 kernels."""
     network = study.network(seed, kernel_size=5)
-    return _shrinking(study, network, seed, share * study.whole / study.macs(network), "rings")
+    return _shrinking(study, network, seed, share * study.whole / study.macs(network), granularity="rings")
 
 
-def _shrinking(study: Study, network: nn.Module, seed: int, share: float, granularity: Any) -> nn.Module:
-    training = replace(study.training(seed), macs=share, granularity=granularity)
+def _shrinking(study: Study, network: nn.Module, seed: int, share: float, **options: Any) -> nn.Module:
+    options = {"granularity": "filters"} | options
+    training = replace(study.training(seed), macs=share, **options)
     optimizer = make_optimizer(training, network)
     budget = make_budget(training, network, optimizer, study.dataset, CPU)
     return study.fit(network, seed, optimizer=optimizer, budget=budget)
@@ -339,6 +340,7 @@ WAYS = {
     "shrink_to, by eights": Way(partial(at_once, round_to=8)),
     "shrink_to, latency": Way(as_fast),
     "Budget": Way(gradually),
+    "Budget, by fours": Way(partial(gradually, round_to=4)),
     "Budget, penalty": Way(penalized),
     "Budget, rings": Way(partial(gradually, granularity="rings")),
     tables.PEER: Way(torch_pruning),

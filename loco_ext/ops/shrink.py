@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch import Tensor
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import JointProx, joins_in_kernel, run_joint_kernels, run_joint_prox, run_prox
 from loco_ext.ops.step_args import StepArgs
-from loco_ext.reference.optim_step import arithmetic_dtype, prox_size
-from loco_ext.reference.rounding import RoundedResults
+from loco_ext.reference.optim_step import arithmetic_dtype, prox_sizes
+from loco_ext.reference.rounding import RoundedResults, store_all
 
 
 def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
@@ -36,25 +37,45 @@ def _lies_by_filters(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
 
 
-def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index and the prox of each chosen parameter, all of them penalised, after their step."""
-    joint: dict[int, JointProx] = {}
+def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
+
+    Those that share launches on a GPU come together, all others one by one.
+    """
+    joint = []
     for i in chosen:
-        w, penalty = args.params[i], args.penalties[i]
+        penalty, w = args.penalties[i], args.params[i]
         assert penalty is not None
-        last = args.states[-1][i] if args.states else None
-        step = args.steps[i] if args.rule.counts_steps else None
-        row = args.row_of(i)
+        if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w):
+            joint.append(i)
+        else:
+            yield [i], [prox_of(penalty, w, *_prox_sizes(args, [i])[0])]
+    if joint:
+        yield joint, _prox_of_joint(args, joint)
+
+
+def _prox_sizes(args: StepArgs, chosen: Sequence[int]) -> list[tuple[Any, Tensor | None]]:
+    rows = [args.row_of(i) for i in chosen]
+    for row in rows:
         if isinstance(row[0], Tensor):
             row[0] = row[0].double()
-        size, divisor = prox_size(args.rule, row, last, step)
-        if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w) and not _is_zero(size):
+    steps: list[Any] = [args.steps[i] if args.rule.counts_steps else None for i in chosen]
+    steps = [step.item() if step is not None and step.is_cpu else step for step in steps]
+    return prox_sizes(args.rule, rows, [args.states[-1][i] if args.states else None for i in chosen], steps)
+
+
+def _prox_of_joint(args: StepArgs, chosen: Sequence[int]) -> list[Tensor]:
+    results = {i: args.params[i] for i in chosen}
+    calls: dict[int, JointProx] = {}
+    for i, (size, divisor) in zip(chosen, _prox_sizes(args, chosen), strict=True):
+        w, penalty = args.params[i], args.penalties[i]
+        assert isinstance(penalty, StepPenalty)
+        if not _is_zero(size):
             t, q = penalty.scaled(size, w.device if isinstance(size, Tensor) else None)
             assert q is not None
-            joint[i] = JointProx(w, penalty.rings, t, q, divisor, penalty.linf)
-        else:
-            yield i, prox_of(penalty, w, size, divisor)
-    yield from zip(joint, run_joint_kernels(list(joint.values())), strict=True)
+            calls[i] = JointProx(w, penalty.rings, t, q, divisor, penalty.linf)
+    results.update(zip(calls, run_joint_kernels(list(calls.values())), strict=True))
+    return list(results.values())
 
 
 def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
@@ -95,12 +116,12 @@ def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
         for i in chosen:
             tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))
     step(wide)
-    for i, w in shrink(wide, chosen):
-        param = args.params[i]
+    for indices, shrunk in shrink(wide, chosen):
+        params = [args.params[i] for i in indices]
         if args.found_inf is not None:
-            w = torch.where(args.found_inf.to(w.device) == 0, w, param.to(w.dtype))
-        results = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
-        results.store(param, w, 0)
-        for word, (tensors, own) in enumerate(written[1:], start=1):
-            if tensors[i] is not own[i]:
-                results.store(own[i], tensors[i], word)
+            kept = [args.found_inf.to(w.device) == 0 for w in shrunk]
+            shrunk = [torch.where(keep, w, p.to(w.dtype)) for keep, w, p in zip(kept, shrunk, params, strict=True)]
+        roundings = [RoundedResults(args.params[i], args.ordinals, i, args.seed, args.rounding_step) for i in indices]
+        results = [shrunk, *([tensors[i] for i in indices] for tensors, _ in written[1:])]
+        for word, (values, (_, own)) in enumerate(zip(results, written, strict=True)):
+            store_all(roundings, [own[i] for i in indices], values, word)

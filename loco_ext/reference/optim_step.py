@@ -50,17 +50,36 @@ def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) ->
         last: the parameter's last state after the step, in the compute dtype; None if it has none.
         step: its step count, a number or a tensor; any value unless ``rule.counts_steps``.
     """
+    return prox_sizes(rule, [row], [last], [step])[0]
+
+
+def prox_sizes(
+    rule: Rule, rows: Sequence[Sequence[Any]], lasts: Sequence[Tensor | None], steps: Sequence[Any]
+) -> list[tuple[Any, Tensor | None]]:
+    """Return :func:`prox_size` of each parameter; on a GPU, five launches do if step counts are numbers."""
     if rule is SGD:
-        lr, _, momentum, dampening = row
-        return (lr if last is None else lr * ((1 - dampening) / (1 - momentum))), None
-    assert last is not None
-    lr, _, _, beta2, eps = row
-    return lr, _denominator(last, step.double() if isinstance(step, Tensor) else step, beta2, eps)
+        return [
+            (lr if last is None else lr * ((1 - dampening) / (1 - momentum)), None)
+            for (lr, _, momentum, dampening), last in zip(rows, lasts, strict=True)
+        ]
+    lrs, _, _, beta2s, epsilons = zip(*rows, strict=True)
+    metrics = _denominators([last for last in lasts if last is not None], steps, beta2s, epsilons)
+    return list(zip(lrs, metrics, strict=True))
 
 
-def _denominator(v: Tensor, step: Tensor | float, beta2: float, eps: float) -> Tensor:
-    """Return Adam's ``sqrt(v / (1 - beta2^step)) + eps``."""
-    return correctly_rounded_sqrt(v) / _cast((1 - beta2**step) ** 0.5, v) + eps
+def _denominators(
+    vs: list[Tensor], steps: Sequence[Any], beta2s: Sequence[float], epsilons: Sequence[float]
+) -> list[Tensor]:
+    """Return Adam's ``sqrt(v / (1 - beta2^step)) + eps`` of each parameter."""
+    roots = _correctly_rounded_sqrts(vs)
+    divisors = [
+        (1 - b ** (n.double() if isinstance(n, Tensor) else n)) ** 0.5 for n, b in zip(steps, beta2s, strict=True)
+    ]
+    if any(isinstance(divisor, Tensor) for divisor in divisors):
+        divisors = [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)]
+    torch._foreach_div_(roots, divisors)
+    torch._foreach_add_(roots, epsilons)
+    return roots
 
 
 def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
@@ -93,7 +112,7 @@ def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words:
     if args.flags.amsgrad:
         v = torch.maximum(max_exp_avg_sqs[0][i].to(w.dtype), v)
         words.store(max_exp_avg_sqs[0][i], v, 3)
-    return w + -(lr / (1 - beta1**step)) * m / _denominator(v, step, beta2, eps), v
+    return w + -(lr / (1 - beta1**step)) * m / _denominators([v], [step], [beta2], [eps])[0], v
 
 
 def _prox(w: Tensor, penalty: Any, size: float, divisor: Tensor | None) -> Tensor:
@@ -122,9 +141,14 @@ def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def correctly_rounded_sqrt(v: Tensor) -> Tensor:
-    """Return the correctly rounded square root, as the kernels do; torch's in float32 may be off by an ulp."""
-    return v.double().sqrt().float() if _can_double(v) else v.sqrt()
+def _correctly_rounded_sqrts(vs: list[Tensor]) -> list[Tensor]:
+    """Return the correctly rounded square roots, as the kernels do; torch's in float32 may be off by an ulp."""
+    wide = [torch.empty_like(v, dtype=torch.float64 if _can_double(v) else v.dtype) for v in vs]
+    roots = [torch.empty_like(v) for v in vs]
+    torch._foreach_copy_(wide, vs)
+    torch._foreach_sqrt_(wide)
+    torch._foreach_copy_(roots, wide)
+    return roots
 
 
 def _can_double(value: Tensor) -> bool:

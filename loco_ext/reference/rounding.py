@@ -43,6 +43,19 @@ class RoundedResults:
 
     def store(self, destination: Tensor, value: Tensor, word: int) -> None:
         """Write the value; ``word``: 0 for the parameter, 1 to 3 for its states."""
+        destination.copy_(self.rounded(destination, value, word))
+
+    def rounded(self, destination: Tensor, value: Tensor, word: int) -> Tensor:
+        """Return the value as it is to be copied to the destination."""
         if self.key is not None and destination.dtype == torch.bfloat16:
-            value = round_stochastically(value, *self.key, word)
-        destination.copy_(value)
+            return round_stochastically(value, *self.key, word)
+        return value
+
+
+def store_all(
+    roundings: Sequence[RoundedResults], destinations: Sequence[Tensor], values: Sequence[Tensor], word: int
+) -> None:
+    """Write values of several parameters' steps, by one launch on a GPU; those in place already are left alone."""
+    triples = [x for x in zip(roundings, destinations, values, strict=True) if x[1] is not x[2]]
+    if triples:
+        torch._foreach_copy_([x[1] for x in triples], [rounding.rounded(d, v, word) for rounding, d, v in triples])
