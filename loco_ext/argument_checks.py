@@ -77,6 +77,14 @@ def check_module(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a module, got {type(value).__name__}")
 
 
+def check_tensor(name: str, value: object, floating: bool = False) -> None:
+    """Raise TypeError unless the value is a tensor and, if ``floating``, of a floating-point dtype."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if floating and not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
+
+
 def check_memory(name: str, tensor: Tensor) -> None:
     """Raise TypeError unless the tensor is dense and of one of the dtypes that the kernels know."""
     if tensor.layout != torch.strided:

@@ -1,8 +1,7 @@
 """Small arrays in device memory that kernels read: copied there without waiting, and cached.
 
 What was uploaded is never modified. For eager calls the most recent uploads are kept; device and stream belong to the
-key, so that freed memory is reused only by later work of the same stream. Whatever a CUDA graph reads is kept for good,
-with the host memory that the graph copies from.
+key, so that freed memory is reused only by later work of the same stream. Whatever a CUDA graph reads is kept for good.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from torch import Tensor
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Copy arrays to the device in one piece, each padded to a multiple of 16 bytes, without waiting for the device.
 
+    While a CUDA graph is captured, torch refuses copies of host memory that is not pinned, and pinning more of it could
+    end the capture. There the numbers are arguments of kernels, 96 of 8 bytes in each.
+
     Returns:
         The arrays' tensors on the device, and the host memory that they are copied from.
     """
@@ -28,10 +30,13 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Ten
     begins = [0, *ends[:-1]]
     for begin, array in zip(begins, arrays, strict=True):
         host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
-    # While a graph is captured, looking for free pinned memory could end the capture; copies need none there.
-    if device.type != "cpu" and not is_capturing(device):
-        host = host.pin_memory()
-    there = host.to(device, non_blocking=True)
+    if is_capturing(device):
+        words = torch.zeros(len(host) // 8, dtype=torch.int64, device=device)
+        if len(words) > 0:
+            torch._foreach_add_(list(words.unbind()), host.view(torch.int64).tolist())
+        there = words.view(torch.uint8)
+    else:
+        there = (host if device.type == "cpu" else host.pin_memory()).to(device, non_blocking=True)
     tensors = [
         there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
         for begin, array in zip(begins, arrays, strict=True)

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from loco_ext.argument_checks import check_choice, check_count, check_ints, check_number
+from loco_ext.argument_checks import check_choice, check_count, check_ints, check_number, check_tensor
 
 Window = int | Sequence[int]
 
@@ -120,8 +120,7 @@ def _box_sums(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def _check_map(map: Tensor) -> None:
-    if not isinstance(map, Tensor):
-        raise TypeError(f"map: expected a tensor, got {type(map).__name__}")
+    check_tensor("map", map)
     if map.dim() < 2 or not map.is_floating_point():
         raise ValueError(
             f"map: expected a floating-point tensor of shape (..., H, W), got {map.dtype} of shape {tuple(map.shape)}"

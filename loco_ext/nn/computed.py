@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from loco_ext.argument_checks import check_module
 from loco_ext.nn.modes import evaluating
 
 HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove makes it one"
@@ -74,8 +75,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 def check_plain(model: nn.Module) -> None:
     """Raise TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    check_module("model", model)
     for name, module in model.named_modules():
         if is_convolution(module):
             check_plain_weight(name, module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from loco_ext import ops
-from loco_ext.argument_checks import check_choice, check_count, check_ints
+from loco_ext.argument_checks import check_choice, check_count, check_ints, check_tensor
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.geometry.conv import Ints, Padding
@@ -326,8 +326,7 @@ class LocallyConnectedNd(nn.Module):
         self._set_pattern(self.pattern)
 
     def _check_input(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         shape = (self.in_channels, *self.input_size)
         if x.shape[-len(shape) :] != shape or x.dim() > len(shape) + 1:
             sizes = ", ".join(map(str, shape))

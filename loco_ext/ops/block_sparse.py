@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 from torch.amp import is_autocast_available
 
-from loco_ext.argument_checks import check_memory
+from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends, transforms
 from loco_ext.reference import block_sparse as _reference
@@ -527,8 +527,7 @@ def _check_tensor(
 
     Its device must be that of ``like``, and its dtype ``dtype`` or, if that is None, that of ``like``.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     check_memory(name, tensor)
     if like is not None and tensor.dtype != (dtype or like.dtype):
         raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loco_ext.argument_checks import check_memory
+from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.ops import backends
 from loco_ext.reference import landscape as _reference
 
@@ -98,8 +98,7 @@ def landscape(
 
 
 def _check_gradients(g: Any) -> None:
-    if not isinstance(g, Tensor):
-        raise TypeError(f"g: expected a tensor, got {type(g).__name__}")
+    check_tensor("g", g)
     check_memory("g", g)
     if g.dim() != 4 or g.shape[1:].numel() == 0:
         raise ValueError(f"g: expected shape (M, C, H, W) with at least one pixel, got {tuple(g.shape)}")
@@ -131,10 +130,7 @@ def check_stencil(name: str, stencil: Tensor, images: Tensor) -> None:
 
 def check_target(target: Any, images: Tensor) -> None:
     """Raise TypeError or ValueError unless the target is a map of the images' pixels."""
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
-    if not target.is_floating_point():
-        raise TypeError(f"target: expected a floating-point tensor, got {target.dtype}")
+    check_tensor("target", target, floating=True)
     if target.shape != images.shape[-2:]:
         raise ValueError(f"target: expected the images' size {tuple(images.shape[-2:])}, got {tuple(target.shape)}")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext.argument_checks import check_memory
+from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.ops.overlap import check_overlap
 from loco_ext.ops.penalties import StepPenalty
 from loco_ext.ops.step_args import StepArgs
@@ -82,8 +82,7 @@ def _check_length(name: str, values: Sequence[object], expected: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, param: Tensor, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {tensor!r}")
+    check_tensor(name, tensor)
     if tensor.is_neg() or tensor._is_zerotensor():
         raise TypeError(f"{name}: expected a tensor of its own memory, got a lazily negated or a zero tensor: clone it")
     check_memory(name, tensor)
@@ -138,8 +137,7 @@ def _check_index(name: str, index: Sequence[int], count: int) -> None:
 
 
 def _check_scalar(name: str, value: Tensor, device: torch.device | None) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {value!r}")
+    check_tensor(name, value)
     if device is not None and value.device != device:
         raise TypeError(f"{name}: expected device {device} as params[0], got {value.device}")
     if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):

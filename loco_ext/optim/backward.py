@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from loco_ext.argument_checks import check_module
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.options import Group, uses_torch
@@ -83,8 +84,7 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
     """
     if not isinstance(optimizer, LocalityOptimizer):
         raise TypeError(f"optimizer: expected an SGD, Adam or AdamW of loco_ext, got {type(optimizer).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    check_module("model", model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LocallyConnectedNd)}
     if not layers:
         raise ValueError("model: expected a module with locally connected layers, found none")

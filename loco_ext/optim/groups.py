@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
+from loco_ext.argument_checks import check_module
 from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.nn.computed import HOW_TO_MAKE_PLAIN, Computed, computed, is_convolution
 from loco_ext.nn.locally_connected import LocallyConnectedNd
@@ -214,8 +215,7 @@ def _by(layer: _Layer) -> str:
 
 
 def _check_arguments(model: object, weight_decay: object, locality: object, per_layer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    check_module("model", model)
     check_hyper({"weight_decay": weight_decay})
     check_factors("locality", as_tuples([locality])[0])
     if not isinstance(per_layer, Mapping | None):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from loco_ext.argument_checks import check_tensor
 from loco_ext.ops.step_args import ADAM, SGD
 from loco_ext.optim.options import Group, uses_kernels
 from loco_ext.optim.plan import Batch, check_not_captured, extend
@@ -123,8 +124,7 @@ def _check_step(name: str, step: Any) -> None:
 
 
 def _check_moment(name: str, value: Any, param: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    check_tensor(name, value)
     if not is_lazy(param) and value.shape != param.shape:
         raise ValueError(f"{name}: expected its parameter's shape {tuple(param.shape)}, got {tuple(value.shape)}")
     if value.layout != torch.strided or value.is_floating_point() != param.is_floating_point():

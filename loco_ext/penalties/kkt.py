@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_tensor
 from loco_ext.ops.joint import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.penalties.filters import conv_filters
@@ -55,8 +56,7 @@ def kkt_residual(
     check_norm(norm)
     if metric is not None:
         check_metric(metric, weight)
-    if not isinstance(result, Tensor):
-        raise TypeError(f"result: expected a tensor, got {type(result).__name__}")
+    check_tensor("result", result)
     if result.shape != weight.shape:
         raise ValueError(f"result: expected weight's shape {tuple(weight.shape)}, got {tuple(result.shape)}")
     t = _thresholds("thresholds", thresholds, count, weight)

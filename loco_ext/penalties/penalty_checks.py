@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loco_ext.argument_checks import check_memory
+from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops.ring_prox import check_metric as check_like
 
@@ -16,8 +16,7 @@ NORMS = ("l2", "linf")
 
 def check_convolution(name: str, weight: Tensor) -> None:
     """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per filter."""
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
+    check_tensor(name, weight)
     check_memory(name, weight)
     if pattern_of(weight) is not None:
         raise TypeError(f"{name}: expected a convolution's weight, got the blocks of a locally connected layer")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from loco_ext.argument_checks import check_module
+from loco_ext.argument_checks import check_module, check_tensor
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -62,10 +62,7 @@ def constant_images(x: Tensor) -> Tensor:
 
 def check_images(name: str, x: Any) -> None:
     """Raise TypeError or ValueError unless x is a batch of images, ``(N, C, H, W)``, floating-point and not empty."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
+    check_tensor(name, x, floating=True)
     if x.dim() != 4 or x.numel() == 0:
         raise ValueError(f"{name}: expected images of shape (N, C, H, W), at least one, got {tuple(x.shape)}")
 

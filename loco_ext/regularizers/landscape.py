@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext import ops
-from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, is_int
+from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, check_tensor, is_int
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
 from loco_ext.reference.landscape import laplacian, map_dtype
 from loco_ext.regularizers.evaluation import measuring, unwrap
@@ -136,8 +136,7 @@ def data_smoothness(x: Images, *, laplacian_kernel: int | Tensor = 3) -> Tensor:
 def make_stencil(laplacian_kernel: int | Tensor) -> Tensor:
     """Return the stencil of the Laplacian of an odd width, or the given one, in float64."""
     if isinstance(laplacian_kernel, Tensor):
-        if not laplacian_kernel.is_floating_point():
-            raise TypeError(f"laplacian_kernel: expected a floating-point tensor, got {laplacian_kernel.dtype}")
+        check_tensor("laplacian_kernel", laplacian_kernel, floating=True)
         return laplacian_kernel.detach().double()
     if not is_int(laplacian_kernel):
         raise TypeError(f"laplacian_kernel: expected an int or a tensor, got {laplacian_kernel!r}")
@@ -168,10 +167,7 @@ def total_variation(image: Tensor) -> Tensor:
         >>> regularizers.total_variation(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
         tensor(0.5000)
     """
-    if not isinstance(image, Tensor):
-        raise TypeError(f"image: expected a tensor, got {type(image).__name__}")
-    if not image.is_floating_point():
-        raise TypeError(f"image: expected a floating-point tensor, got {image.dtype}")
+    check_tensor("image", image, floating=True)
     if image.dim() != 2 or image.numel() < 2:
         raise ValueError(f"image: expected shape (H, W) with at least two pixels, got {tuple(image.shape)}")
     return torch.cat([image.diff(dim=0).flatten(), image.diff(dim=1).flatten()]).square().mean()

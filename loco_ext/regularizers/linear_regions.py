@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_count, check_module
+from loco_ext.argument_checks import check_count, check_module, check_tensor
 from loco_ext.regularizers.frozen import BendingOperation, Frozen, FrozenNetwork
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
 from loco_ext.regularizers.ieee import ieee_arithmetic
@@ -225,8 +225,7 @@ def region_patterns(network: FrozenNetwork, x: Tensor) -> list[bytes]:
 def checked_network(model: Any, x: Any) -> FrozenNetwork:
     """Check the arguments and return the network."""
     check_module("model", model)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    check_tensor("x", x)
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"x: expected float32 or float64, got {x.dtype}")
     if x.dim() < 2 or x.shape[1:].numel() == 0:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed
+from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed, check_tensor
 from loco_ext.ops.landscape import check_stencil, check_target
 from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
@@ -99,8 +99,8 @@ class PILCRO:
             raise ValueError(f"target: expected None for mode {mode!r}, got a map")
         if mode != "target" and reduction is not None:
             raise ValueError(f"reduction: expected None for mode {mode!r}, whose loss is a mean, got {reduction!r}")
-        if target is not None and not isinstance(target, Tensor):
-            raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
+        if target is not None:
+            check_tensor("target", target)
         self.mode = mode
         self.alpha = check_number("alpha", alpha)
         self.every = check_count("every", every, smallest=1)

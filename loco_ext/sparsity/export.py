@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loco_ext.argument_checks import check_module
 from loco_ext.errors import first_line
 from loco_ext.extras import need
 from loco_ext.output import replacing
@@ -71,8 +72,7 @@ def export_onnx(
 
 
 def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module("model", model)
     if not (isinstance(example_inputs, tuple) and all(isinstance(value, Tensor) for value in example_inputs)):
         raise TypeError(f"example_inputs: expected a tensor or a tuple of tensors, got {type(example_inputs).__name__}")
     shapes = [tuple(value.shape) for value in example_inputs]

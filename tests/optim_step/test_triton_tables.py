@@ -6,9 +6,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import BLOCK
+from tests.tolerances import same_bits
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -144,12 +146,27 @@ def test_uploaded_arrays_begin_at_16_bytes(lengths):
         assert array.size == 0 or (tensor.data_ptr() - host.data_ptr()) % 16 == 0
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_host_memory_is_pinned_except_while_a_graph_is_captured(monkeypatch, capturing):
+def test_host_memory_is_pinned(monkeypatch):
     pinned = []
-    monkeypatch.setattr(uploads, "is_capturing", lambda device: capturing)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
     (there,), host = uploads.upload([np.arange(3)], torch.device("meta"))
     assert (there.shape, there.dtype) == ((3,), torch.int64)
     assert host[:24].view(torch.int64).tolist() == [0, 1, 2]
-    assert len(pinned) == (0 if capturing else 1)
+    assert len(pinned) == 1
+
+
+class NoCopies(TorchDispatchMode):
+    """Dispatch mode that refuses copies of tensors, as torch does in a capture if they are in unpinned host memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "copy" not in func.name(), func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_while_a_graph_is_captured_no_host_memory_is_copied(monkeypatch):
+    monkeypatch.setattr(uploads, "is_capturing", lambda device: True)
+    arrays = [np.array([-(2**63), 2**63 - 1, -1]), np.array([0.1, -np.inf]), np.arange(5, dtype=np.int32), np.zeros(0)]
+    with NoCopies():
+        tensors, _ = uploads.upload(arrays, CPU)
+    assert all(same_bits(tensor, torch.from_numpy(array)) for tensor, array in zip(tensors, arrays, strict=True))
+    assert uploads.upload([np.zeros(0)], CPU)[0][0].numel() == 0

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loco_ext.argument_checks import check_number
+from loco_ext.argument_checks import check_number, check_tensor
 
 WEIGHT, TEMPERATURE = 0.9, 4.0
 
@@ -61,12 +61,9 @@ def distillation_loss(
 
 def _check(logits: Any, teacher_logits: Any, targets: Any) -> None:
     """Raise unless the logits are of the same samples and classes, and the targets of the same samples."""
-    for name, value in (("logits", logits), ("teacher_logits", teacher_logits), ("targets", targets)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    for name, value in (("logits", logits), ("teacher_logits", teacher_logits)):
-        if not value.is_floating_point():
-            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    check_tensor("logits", logits, floating=True)
+    check_tensor("teacher_logits", teacher_logits, floating=True)
+    check_tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets: expected int64, got {targets.dtype}")
     if logits.dim() != 2:

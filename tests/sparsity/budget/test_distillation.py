@@ -71,7 +71,7 @@ OURS, THEIRS, TARGETS = logits()
     ("change", "error", "said"),
     [
         ({"logits": [[0.0]]}, TypeError, "logits: expected a tensor, got list"),
-        ({"logits": OURS.long()}, TypeError, "logits: expected a floating-point dtype, got torch.int64"),
+        ({"logits": OURS.long()}, TypeError, "logits: expected a floating-point tensor, got torch.int64"),
         ({"logits": OURS[0]}, ValueError, r"logits: expected a shape \(N, classes\), got \(5,\)"),
         ({"teacher_logits": None}, TypeError, "teacher_logits: expected a tensor, got NoneType"),
         ({"teacher_logits": THEIRS[:, :1]}, ValueError, r"teacher_logits: .* \(7, 5\), got \(7, 1\)"),
