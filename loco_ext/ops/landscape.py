@@ -23,6 +23,7 @@ from torch import Tensor
 from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.ops import backends
 from loco_ext.reference import landscape as _reference
+from loco_ext.reference.dtypes import compute_dtype
 
 _FAMILY = "landscape"
 
@@ -156,7 +157,7 @@ def _backend(g: Tensor) -> Any:
 @_landscape.register_fake
 def _(g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backends.check_one_device(g=g, weights=weights, stencil=stencil, target=target)
-    dtype = _reference.map_dtype(g.dtype)
+    dtype = compute_dtype(g.dtype)
     image = g.new_empty(g.shape[2:], dtype=dtype)
     return g.new_empty((), dtype=dtype), image, torch.empty_like(image), g.new_empty(g.shape[1:], dtype=torch.float64)
 

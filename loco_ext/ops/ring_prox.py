@@ -26,6 +26,7 @@ from loco_ext.ops import backends, transforms
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference
+from loco_ext.reference.dtypes import compute_dtype
 
 _FAMILY = "ring_prox"
 
@@ -303,7 +304,7 @@ if backends.library is not None:
 
     @torch.library.register_fake("loco_ext::ring_norms")
     def _(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
-        return weight.new_empty((weight.shape[0], count), dtype=_reference.norm_dtype(weight.dtype))
+        return weight.new_empty((weight.shape[0], count), dtype=compute_dtype(weight.dtype))
 
     @torch.library.register_fake("loco_ext::ring_prox")
     def _(

@@ -17,7 +17,8 @@ from torch import Tensor
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import JointProx, joins_in_kernel, run_joint_kernels, run_joint_prox, run_prox
 from loco_ext.ops.step_args import StepArgs
-from loco_ext.reference.optim_step import arithmetic_dtype, prox_sizes
+from loco_ext.reference.dtypes import compute_dtype
+from loco_ext.reference.optim_step import prox_sizes
 from loco_ext.reference.rounding import RoundedResults, store_all
 
 
@@ -114,7 +115,7 @@ def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     written = list(zip((wide.params, *wide.states), (args.params, *args.states), strict=True))
     for tensors, own in written:
         for i in chosen:
-            tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))
+            tensors[i] = own[i].to(compute_dtype(args.params[i].dtype))
     step(wide)
     for indices, shrunk in shrink(wide, chosen):
         params = [args.params[i] for i in indices]

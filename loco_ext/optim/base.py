@@ -30,7 +30,8 @@ from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
-from loco_ext.reference.optim_step import arithmetic_dtype, prox_size
+from loco_ext.reference.dtypes import compute_dtype
+from loco_ext.reference.optim_step import prox_size
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
@@ -291,7 +292,7 @@ class LocalityOptimizer(Optimizer):
         """Return the size of the prox that belongs to the parameter's last step, and its metric times that size."""
         state, names = self.state.get(param, {}), self._state_names(group)
         last = state.get(names[-1]) if names else None
-        last = None if last is None else last.to(arithmetic_dtype(param))
+        last = None if last is None else last.to(compute_dtype(param.dtype))
         return prox_size(self._rule, (lr_for(param, group), *self._hyper(group)), last, state.get("step"))
 
     def _shrink(self, group: Group, plan: StepPlan) -> None:
@@ -301,7 +302,7 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            param.copy_(prox_of(penalty, param.to(arithmetic_dtype(param)), *self._prox_size(group, param)))
+            param.copy_(prox_of(penalty, param.to(compute_dtype(param.dtype)), *self._prox_size(group, param)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

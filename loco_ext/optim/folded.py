@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedFactors, lengths_of
-from loco_ext.reference.optim_step import arithmetic_dtype
+from loco_ext.reference.dtypes import compute_dtype
 
 
 class _Optimizer(Protocol):
@@ -106,7 +106,7 @@ class _FoldedStep:
         pull = self.factors.pull_along(weight, self.scales)
         pull = -pull if self.group["maximize"] else pull
         pull = pull if scale is None else pull * scale.to(pull)
-        column = pull.to(arithmetic_dtype(weight)).view(-1, *[1] * (weight.dim() - 1))
+        column = pull.to(compute_dtype(weight.dtype)).view(-1, *[1] * (weight.dim() - 1))
         grad = self.weight.grad
         assert grad is not None
         self.weight.grad = grad + (column * weight).to(grad.dtype)
@@ -116,7 +116,7 @@ class _FoldedStep:
         if found_inf is not None and not self._has_states():
             return  # the step was skipped: not even states were created
         weight, gamma = self.weight.detach(), self.gamma.detach()
-        wide = weight.to(arithmetic_dtype(weight))
+        wide = weight.to(compute_dtype(weight.dtype))
         if self.turns:
             size, metric = self.optimizer._prox_size(self.group, self.weight)
             lengths = lengths_of(wide) if metric is None else self.lengths

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from loco_ext.reference.dtypes import compute_dtype
+
 
 def block_sparse_matmul(
     x: Tensor,
@@ -27,7 +29,7 @@ def block_sparse_matmul(
     """
     groups, _, width = values.shape[1:]
     rows, n_out = _rows(crow_indices, len(col_indices)), len(crow_indices) - 1
-    y = x.new_zeros((n_out, groups, x.shape[0], width), dtype=_wide(x.dtype))
+    y = x.new_zeros((n_out, groups, x.shape[0], width), dtype=compute_dtype(x.dtype))
     for part in _parts(len(col_indices), at_once or n_out):
         y = y.index_add(0, rows[part], _gather(x, col_indices[part], groups) @ values[part].to(y.dtype))
     y = _pixels_last(y)
@@ -40,7 +42,7 @@ def block_sparse_input_gradient(
     """Return ``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
     groups, depth, _ = values.shape[1:]
     pixels, n_in = _rows(crow_indices, len(rows)), len(crow_indices) - 1
-    out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=_wide(grad.dtype))
+    out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=compute_dtype(grad.dtype))
     for part in _parts(len(rows), n_in):
         transposed = values[blocks[part]].to(out.dtype).transpose(-1, -2)
         out = out.index_add(0, pixels[part], _gather(grad, rows[part], groups) @ transposed)
@@ -71,10 +73,6 @@ def block_sparse_value_gradient_float32(
     return block_sparse_value_gradient(x, grad, crow_indices, col_indices, groups, dtype=torch.float32)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _rows(crow_indices: Tensor, nnz: int) -> Tensor:
     """Return the row of each entry, int64 ``[nnz]``."""
     begins = crow_indices.new_zeros(nnz + 1).index_add(0, crow_indices[1:], torch.ones_like(crow_indices[1:]))
@@ -90,7 +88,7 @@ def _gather(activations: Tensor, pixels: Tensor, groups: int) -> Tensor:
     """Return the activations of ``pixels`` as ``[pixels, groups, batch, channels of a group]``."""
     batch, _, channels = activations.shape
     taken = activations[:, pixels].view(batch, len(pixels), groups, channels // groups)
-    return taken.permute(1, 2, 0, 3).to(_wide(activations.dtype))
+    return taken.permute(1, 2, 0, 3).to(compute_dtype(activations.dtype))
 
 
 def _pixels_last(activations: Tensor) -> Tensor:

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, pad
 
-
-def map_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a landscape: float64 for gradients in float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from loco_ext.reference.dtypes import compute_dtype
 
 
 def landscape(
     g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the landscape, its Laplacian, and the slope dL/dA."""
-    dtype = map_dtype(g.dtype)
+    dtype = compute_dtype(g.dtype)
     squares = torch.einsum("m,mchw->chw", weights.double(), g.double().square())  # A, [C, H, W]
     size = squares.amax()
     size = torch.where(size == 0, 1.0, size)  # A is divided by its largest number before it is squared

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops.step_args import SGD, Rule, StepArgs
+from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.ring_prox import ring_prox
 from loco_ext.reference.rounding import RoundedResults
 
@@ -19,17 +20,12 @@ from loco_ext.reference.rounding import RoundedResults
 _Stepped: TypeAlias = tuple[Tensor, Tensor | None]
 
 
-def arithmetic_dtype(param: Tensor) -> torch.dtype:
-    """Return the compute dtype: float64 for float64 parameters, float32 for all others."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
 def optim_step(args: StepArgs) -> None:
     """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`."""
     if args.found_inf is not None and args.found_inf.item() != 0:
         return
     for i, param in enumerate(args.params):
-        w = param.to(arithmetic_dtype(param))
+        w = param.to(compute_dtype(param.dtype))
         g = _gradient(args.grads[i], w, args.grad_scale, args.flags.maximize)
         words = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
         row = args.row_of(i)

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from loco_ext.reference.dtypes import compute_dtype
+
 _ROUNDS = 200  # most calls of a function whose root is searched; ten suffice if it is smooth
-
-
-def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the weights' norms: float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """Return the Euclidean norm of each ring of each filter; see :func:`loco_ext.ops.ring_norms`."""
     scale, scaled = _scaled(_by_filter(weight))
     norms = _norms_by_ring(scaled, _index(rings, weight), count) / scale[:, None]
-    return norms.to(norm_dtype(weight.dtype))
+    return norms.to(compute_dtype(weight.dtype))
 
 
 def ring_prox(

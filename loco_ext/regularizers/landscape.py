@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from loco_ext import ops
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, check_tensor, is_int
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
-from loco_ext.reference.landscape import laplacian, map_dtype
+from loco_ext.reference.dtypes import compute_dtype
+from loco_ext.reference.landscape import laplacian
 from loco_ext.regularizers.evaluation import measuring, unwrap
 from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, input_gradients
 
@@ -69,7 +70,7 @@ def importance_landscape(
         if squares is not None and found.shape != squares.shape:
             raise ValueError(f"x: expected images of one shape {tuple(squares.shape)}, got {tuple(found.shape)}")
         squares = found if squares is None else squares + found
-        dtype = map_dtype(chunk.dtype)
+        dtype = compute_dtype(chunk.dtype)
     if squares is None:
         raise ValueError("x: expected at least one batch, got none")
     root = squares.sqrt()[None]  # one sample whose squared gradient is the sum of all
@@ -127,7 +128,7 @@ def data_smoothness(x: Images, *, laplacian_kernel: int | Tensor = 3) -> Tensor:
             raise ValueError(f"x: expected images of one size {tuple(total.shape)}, got {tuple(maps.shape[1:])}")
         total = maps.sum(0) if total is None else total + maps.sum(0)
         count += len(images)
-        dtype = map_dtype(images.dtype)
+        dtype = compute_dtype(images.dtype)
     if total is None:
         raise ValueError("x: expected at least one batch, got none")
     return (total / count).to(dtype)

@@ -15,6 +15,7 @@ from loco_ext import geometry, ops
 from loco_ext.ops import shrink
 from loco_ext.ops.ring_prox import JointProx, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
+from loco_ext.reference.dtypes import compute_dtype
 from tests.cuda_on_cpu import build, operators
 from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
@@ -331,7 +332,7 @@ def test_norms_agree_with_the_reference(dtype, size, layout):
     weight = laid(torch.randn(SIZES[size], dtype=torch.float64).to(dtype), layout)
     rings, count = rings_of(weight.shape)
     norms = ops.ring_norms(weight, rings, count)
-    assert norms.dtype == reference.norm_dtype(dtype)
+    assert norms.dtype == compute_dtype(dtype)
     assert_within_ulps(norms, reference.ring_norms(weight.double(), rings, count))
 
 

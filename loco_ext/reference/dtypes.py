@@ -1,0 +1,10 @@
+"""The dtype that the reference implementations, and the kernels, compute in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the compute dtype of tensors of this dtype: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
