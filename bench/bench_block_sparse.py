@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 import loco_ext
-from bench import harness, machine
+from bench import harness
 from bench.block_sparse_peers import PEERS, Candidate, Layer, Problem, cannot, trained
 from bench.command import Command, Job
 from bench.targets import target
 from loco_ext import ops
+from loco_ext.version import package_version
 
 LAYERS = {
     "64-64 3x3 at 16": Layer(64, 64, 16, 3),
@@ -228,7 +229,7 @@ def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]])
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     report, arguments = job.report, job.arguments
-    report["machine"]["jax"] = machine.package_version("jax")
+    report["machine"]["jax"] = package_version("jax")
     report["settings"]["tolerance"] = {str(k): v for k, v in TOLERANCE.items()}
     report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
     report["not_measured"] = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import loco_ext
-from bench import harness, machine, ring_prox_peers
+from bench import harness, ring_prox_peers
 from bench.bench_optim_step import LEARNING_RATE, WEIGHT_DECAY, Parameters, Rule, State, Step, make_parameters, step_on
 from bench.bench_optim_step import RULES as STEP_RULES
 from bench.command import Command, Job
@@ -35,6 +35,7 @@ from bench.ring_prox_peers import PEERS, Candidate, Problem
 from bench.table import RULE_NAMES
 from bench.targets import target
 from loco_ext import geometry, optim, sparsity
+from loco_ext.version import package_version
 
 SHAPE = (512, 512, 3, 3)
 NETWORK = "resnet50"
@@ -229,7 +230,7 @@ def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) 
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     report, arguments, missing = job.report, job.arguments, ring_prox_peers.not_installed()
-    report["machine"] |= {name: machine.package_version(name) for name in ("spams-bin", "torchao")}
+    report["machine"] |= {name: package_version(name) for name in ("spams-bin", "torchao")}
     report["settings"] |= {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE}
     report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
     report |= {"not_measured": missing, "steps": []}

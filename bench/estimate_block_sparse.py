@@ -40,6 +40,7 @@ from bench import ahead_of_time, harness, machine, tables
 from bench.ahead_of_time import Driver, Warmed
 from bench.bench_block_sparse import LAYERS
 from bench.block_sparse_peers import Layer
+from loco_ext.version import package_version
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for arch in arguments.gpus
         for record in estimates(layer, batch, arithmetic, arch)
     ]
-    versions = {"triton": machine.package_version("triton")}
+    versions = {"triton": package_version("triton")}
     report = {"benchmark": "block_sparse_estimate", "machine": machine.describe() | versions, "results": results}
     tables.publish(report, arguments.out or (OUT if everything else None))
     return 0

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import random
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
+
+from loco_ext.output import replacing
+from loco_ext.threads import num_threads
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -235,17 +237,6 @@ def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str
     return result
 
 
-@contextlib.contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads inside the ``with``."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
-
-
 def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
     """Time a call by the GPU's clock, from the start of its first operation to the end of its last.
 
@@ -337,11 +328,5 @@ def json_text(value: Any, indent: int = 0) -> str:
 def write_json(path: Path, report: object) -> None:
     """Write ``report`` to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        try:
-            file.write(json_text(report) + "\n")
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    with replacing(path) as temporary:
+        temporary.write_text(json_text(report) + "\n")

@@ -6,13 +6,12 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loco_ext.version import __version__, commit
+from loco_ext.version import __version__, commit, package_version
 
 
 def describe() -> dict[str, Any]:
@@ -79,14 +78,6 @@ def _driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def slug(name: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from loco_ext.ops import backends
-from loco_ext.version import __version__
+from loco_ext.version import __version__, package_version
 
 _PACKAGES = ("numpy", "triton")
 
@@ -28,7 +27,7 @@ def collect() -> dict[str, Any]:
         "loco_ext": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: package_version(name) for name in _PACKAGES},
         "library": _library(backends.library, backends.library_error),
         "cuda_library": _library(backends.cuda_library, backends.cuda_library_error),
         "threads": torch.get_num_threads(),
@@ -42,13 +41,6 @@ def collect() -> dict[str, Any]:
 
 def _library(module: ModuleType | None, error: str | None) -> dict[str, Any]:
     return {"loaded": False, "error": error} if module is None else {"loaded": True, **module.build_info()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _backend(family: str, device_type: str) -> str:

@@ -1,7 +1,8 @@
-"""The version of the package, and the commit of its code; the build reads this file, too."""
+"""The version of the package and the commit of its code, which the build reads here too; versions of other packages."""
 
 import subprocess
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -20,6 +21,14 @@ def commit() -> str:
         return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return __version__
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git(*words: str) -> str:

@@ -6,8 +6,6 @@ other uses this package's SGD with a decay map that is small at the centre of ea
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from loco_ext.experiments.records import provenance
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import write_json
+from loco_ext.threads import num_threads
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def run(settings: DemoSettings, out: Path) -> DemoResults:
         samples = data.load("digits", None)
         trainings = make_trainings(settings, samples)
         networks = train_both(settings, samples, trainings)
-        with _one_thread():
+        with num_threads(1):
             processes = Processes(torch.device(settings.device))
             shrunk = demo_budget.shrink(trainings[0].model, samples, trainings[0].settings, processes)
             _, model, _, setting = trainings[1]
@@ -138,7 +137,8 @@ def make_trainings(demo: DemoSettings, samples: data.Dataset) -> list[Training]:
 
 def train_both(demo: DemoSettings, samples: data.Dataset, trainings: list[Training]) -> list[demo_networks.DemoNetwork]:
     """Train the networks in place, one after the other, and describe each."""
-    with _one_thread():
+    # With one thread, sums do not depend on the number of cores, and a network this small gains nothing from more.
+    with num_threads(1):
         return [_train(training, samples, demo) for training in trainings]
 
 
@@ -150,14 +150,3 @@ def _train(training: Training, samples: data.Dataset, demo: DemoSettings) -> dem
     accuracies = [epoch.test_accuracy for epoch in history]
     locality = (1.0, 1.0) if setting.locality is None else demo.locality
     return demo_networks.describe(training.name, model, optimizer, locality, accuracies)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: sums do not depend on the number of cores, and a network this small gains nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
