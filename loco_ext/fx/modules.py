@@ -17,6 +17,18 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of torch.compile and of data parallelism.
+
+    A call of a wrapper would compile a graph that cannot be differentiated twice, or start the wrapper's own
+    bookkeeping of one forward pass for each backward pass.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return unwrapped(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return model if inner is None else unwrapped(inner)
+
+
 def unused(owner: nn.Module, name: str) -> str:
     """Return the dotted name, lengthened until the owner has nothing else of that name."""
     path, _, last = name.rpartition(".")

@@ -9,24 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 from loco_ext.argument_checks import check_module, check_tensor
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's and DistributedDataParallel's wrappers.
-
-    Calling a wrapper would compile a graph that cannot be differentiated twice, or start the wrapper's own bookkeeping
-    of one forward pass for each backward pass.
-    """
-    while True:
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-            model = model._orig_mod
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 @contextmanager

@@ -17,13 +17,12 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from loco_ext.fx.in_place import read_results_of_writes
-from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
-from loco_ext.regularizers.evaluation import unwrap
 
 Read = Callable[[fx.Node, Tensor], object]
 _MANY = 32  # directions from which on it pays to select each sample's live units
@@ -53,7 +52,7 @@ class FrozenNetwork:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        model = unwrap(model)
+        model = unwrapped(model)
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         _check_parametrizations(model)

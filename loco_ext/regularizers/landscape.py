@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from loco_ext import ops
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, check_tensor, is_int
+from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
 from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.landscape import laplacian
-from loco_ext.regularizers.evaluation import measuring, unwrap
+from loco_ext.regularizers.evaluation import measuring
 from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, input_gradients
 
 Images = Tensor | Iterable[Tensor | tuple[Tensor, ...]]
@@ -61,7 +62,7 @@ def importance_landscape(
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, smallest=1)
     generator = torch.Generator().manual_seed(check_seed(seed))
-    model = unwrap(model)
+    model = unwrapped(model)
     squares = dtype = None
     for chunk in batches_of(x, chunk_size):
         uniform = torch.rand(len(chunk), generator=generator, dtype=torch.float64).to(chunk.device)

@@ -9,12 +9,12 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from loco_ext.argument_checks import check_ints, check_module
-from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.regularizers.affine import AffineCall, Pass
-from loco_ext.regularizers.evaluation import measuring, unwrap
+from loco_ext.regularizers.evaluation import measuring
 
 # Layers whose weights paths cross, and layers that paths pass unchanged.
 _WEIGHTED = (
@@ -65,7 +65,7 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """
     check_module("model", model)
     sizes = check_ints("input_size", input_size, len(input_size) if isinstance(input_size, Sequence) else 1)
-    model = unwrap(model)
+    model = unwrapped(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with measuring(model, device):
         _check_operations(model)

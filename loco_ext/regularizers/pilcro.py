@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed, check_tensor
+from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, check_target
-from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
+from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
 from loco_ext.regularizers.landscape import make_stencil
 from loco_ext.regularizers.landscape_gradient import landscape_gradient
@@ -128,7 +129,7 @@ class PILCRO:
         if call % self.every or self.alpha == 0:
             self._calls += 1
             return torch.zeros((), device=x.device, requires_grad=True)
-        inner = unwrap(model)
+        inner = unwrapped(model)
         with measuring(inner, x.device):
             loss, gradients = landscape_gradient(
                 inner,

@@ -13,11 +13,12 @@ from torch import Tensor, fx, nn
 
 from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
+from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
-from loco_ext.sparsity.compaction.compact import copied, unwrapped
+from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
 

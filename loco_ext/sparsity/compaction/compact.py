@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from loco_ext.argument_checks import check_choice, check_module
+from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.sparsity.compaction import cost as costs
@@ -249,14 +250,6 @@ def computed_tensors(model: nn.Module) -> dict[int, Any]:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of torch.compile and of data parallelism."""
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return unwrapped(model.module)
-    inner = getattr(model, "_orig_mod", None)
-    return model if inner is None else unwrapped(inner)
 
 
 def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:
