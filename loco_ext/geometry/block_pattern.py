@@ -363,11 +363,9 @@ class BlockPattern:
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         # Checked again, as anyone who has the tensors can write to them.
-        indices = self._home.crow_indices, self._home.col_indices
-        crow, col = (x.numpy() for x in indices)
-        if not pattern_indices.are_valid(crow, col, self.n_in):
-            check_rows(*indices, self.n_in)
-        return crow, col
+        crow, col = self._home.crow_indices, self._home.col_indices
+        check_rows(crow, col, self.n_in)
+        return crow.numpy(), col.numpy()
 
     def _places_in(self, whole: BlockPattern) -> Tensor:
         return torch.from_numpy(pattern_indices.locate(*self._arrays, *whole._arrays))

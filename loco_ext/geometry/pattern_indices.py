@@ -12,13 +12,6 @@ Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 Sizes = tuple[int, int, int]
 
 
-def are_valid(crow: np.ndarray, col: np.ndarray, n_in: int) -> bool:
-    """Return whether rows begin at 0, do not descend and end with the last block, and pixels ascend below ``n_in``."""
-    if crow[0] != 0 or crow[-1] != len(col) or (np.diff(crow) < 0).any() or ((col < 0) | (col >= n_in)).any():
-        return False
-    return bool((np.diff(_keys(crow, col, n_in)) > 0).all())
-
-
 def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Return the pattern of a convolution. ``pixels[axis][output, tap]`` is the pixel it reads, -1 in the padding."""
     output, _, pixel = _reads(pixels, image)
