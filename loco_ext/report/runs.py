@@ -39,27 +39,35 @@ class Run:
 
     Args:
         folder: its folder.
-        name: the part of the folder's path that differs from those of the other runs.
-        command: the command of ``loco-ext`` that made it.
         settings: the settings of its training and its own, by name, as JSON has them.
+        metrics: its results in a few numbers; None where one is not finite or was not measured.
+        content: what its main file holds.
         versions: versions of what its numbers depend on; empty where they are not recorded.
         device: type of the torch device, and the number of processes where there were several.
         seconds: time of its training, without measurements; None where it is not recorded.
-        metrics: its results in a few numbers; None where one is not finite or was not measured.
         epochs: metrics of each epoch of the commands that train one network.
-        content: what its main file holds.
+        name: the part of the folder's path that differs from those of the other runs.
+        command: the command of ``loco-ext`` that made it.
     """
 
     folder: Path
-    name: str
-    command: str
     settings: Record
-    versions: dict[str, str]
-    device: str | None
-    seconds: float | None
     metrics: dict[str, float | None]
-    epochs: list[Record]
     content: Record
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str | None = None
+    seconds: float | None = None
+    epochs: list[Record] = field(default_factory=list)
+    name: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, dict) or not isinstance(self.versions, dict):
+            raise TypeError("expected settings and versions by name")
+        if not isinstance(self.content.get("commit"), str | None):
+            raise TypeError(f"expected a commit as text, found {self.content['commit']!r}")
+        for value in self.metrics.values():
+            _number(value)
 
     @property
     def commit(self) -> str | None:
@@ -72,32 +80,11 @@ class Run:
         return {"folder": str(self.folder), **{name: getattr(self, name) for name in names}}
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The content of a run's files, in the fields that :class:`Run` has as well."""
-
-    settings: Record
-    metrics: dict[str, Any]
-    content: Record
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    seconds: float | None = None
-    epochs: list[Record] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.settings, dict) or not isinstance(self.versions, dict):
-            raise TypeError("expected settings and versions by name")
-        if not isinstance(self.content.get("commit"), str | None):
-            raise TypeError(f"expected a commit as text, found {self.content['commit']!r}")
-        for value in self.metrics.values():
-            _number(value)
-
-
 class _Kind(NamedTuple):
     """Names the files by which the runs of a command are recognised, and the function that reads them."""
 
     files: tuple[str, ...]
-    read: Callable[[Path], _Facts]
+    read: Callable[[Path], Run]
     whole: bool  # runs in folders below are parts of this one
 
 
@@ -117,13 +104,13 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     names, order = _names(list(places)), list(_KINDS)
     for place, (path, command) in sorted(places.items(), key=lambda entry: order.index(entry[1][1])):
         try:
-            facts = _KINDS[command].read(path)
+            run = _KINDS[command].read(path)
         except RunError as error:
             problems.append(str(error))
         except MALFORMED as error:
             problems.append(f"{path}: expected the files of loco-ext {command} ({type(error).__name__}: {error})")
         else:
-            runs.append(Run(path, names[place], command, **vars(facts)))
+            runs.append(replace(run, name=names[place], command=command))
     if not runs:
         raise RunError(problems[0])
     return runs, problems
@@ -195,56 +182,56 @@ def _seconds(epochs: list[Record]) -> float:
     return sum(epoch["seconds"] for epoch in epochs)
 
 
-def _train(folder: Path) -> _Facts:
+def _train(folder: Path) -> Run:
     record, epochs = read_json(folder / "settings.json"), _read_epochs(folder / "metrics.jsonl")
     processes = record["processes"]
     device = processes["device"] + (f" x {processes['count']}" if processes["count"] > 1 else "")
     names = ("test_accuracy", "test_loss", "train_accuracy", "train_loss")
     metrics = {"epochs": len(epochs)} | {name: epochs[-1][name] for name in names}
-    return _Facts(record["settings"], metrics, record, record["versions"], device, _seconds(epochs), epochs)
+    return Run(folder, record["settings"], metrics, record, record["versions"], device, _seconds(epochs), epochs)
 
 
-def _shrink(folder: Path) -> _Facts:
+def _shrink(folder: Path) -> Run:
     shrinking, compacted = read_json(folder / "shrink.json")["shrinking"], _compact(folder)
     training = _train(folder / "training")
     before = read_json(folder / "start" / "manifest.json")["content"]["report"]
     metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
     metrics.pop("latency_before", None)  # it is the latency of the small network before compaction
     settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
-    return replace(training, settings=settings, metrics=metrics, content=compacted.content)
+    return replace(training, folder=folder, settings=settings, metrics=metrics, content=compacted.content)
 
 
-def _compact(folder: Path) -> _Facts:
+def _compact(folder: Path) -> Run:
     record = read_json(folder / "report.json")
     costs = [f"{name}_{when}" for name in ("macs", "parameters", "latency") for when in ("before", "after")]
     metrics = {"test_accuracy": record["accuracy_after"]} | {name: record[name] for name in costs}
     metrics = {name: value for name, value in metrics.items() if value is not None}  # what was measured
     settings = {name: record[name] for name in ("model", "data")}
-    return _Facts(settings, metrics, record, record.get("versions", {}), record.get("device"))
+    return Run(folder, settings, metrics, record, record.get("versions", {}), record.get("device"))
 
 
-def _analyze(folder: Path) -> _Facts:
+def _analyze(folder: Path) -> Run:
     record = read_json(folder / "analysis.json")
     settings = record["options"] | {"checkpoints": list(record["statistics"])}
-    return _Facts(settings, {"layers": len(record["locality"])}, record, record.get("versions", {}))
+    return Run(folder, settings, {"layers": len(record["locality"])}, record, record.get("versions", {}))
 
 
-def _demo(folder: Path) -> _Facts:
+def _demo(folder: Path) -> Run:
     record = read_json(folder / "demo.json")
     metrics = {f"test_accuracy, {network['name']}": network["accuracy"] for network in record["networks"]}
-    return _Facts(record["settings"], metrics, record, record["versions"], record["settings"]["device"])
+    return Run(folder, record["settings"], metrics, record, record["versions"], record["settings"]["device"])
 
 
 def _experiment(name: str, metrics: Callable[[Record], dict[str, Any]]) -> _Kind:
     """Return how an experiment is read, whose results are in ``NAME.json``."""
 
-    def read(folder: Path) -> _Facts:
+    def read(folder: Path) -> Run:
         record = read_json(folder / f"{name}.json")
         settings = {key: value for key, value in record["settings"].items() if key != "training"}
         settings = record["settings"].get("training", {}) | settings
         parts = [_seconds(_read_epochs(path)) for path in sorted(folder.rglob("metrics.jsonl"))]
         seconds = sum(parts) if parts else None
-        return _Facts(settings, metrics(record), record, record["versions"], record["device"], seconds)
+        return Run(folder, settings, metrics(record), record, record["versions"], record["device"], seconds)
 
     return _Kind((f"{name}.json",), read, whole=True)
 
@@ -285,7 +272,7 @@ def _regions(record: Record) -> dict[str, Any]:
     }
 
 
-def _unfinished(folder: Path) -> _Facts:
+def _unfinished(folder: Path) -> Run:
     raise RunError(f"{folder}: expected a run that is finished, or a training after its first epoch; resume it")
 
 
