@@ -12,7 +12,6 @@ and the effect of batch norms.
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,6 @@ import typer
 from loco_ext.experiments import figures, frontier, run, settings
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.samples import Samples
 from loco_ext.output import replacing
 from studies import summaries, tables
 from studies.options import Data, Out, Runs
@@ -38,21 +36,26 @@ TAUS = (0.003, 0.03, 0.1)
 WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
 
 
+def recipe(model: str, penalty: str | None, epochs: int = 1, width: float = 1.0) -> settings.Settings:
+    """Return the settings of a training."""
+    return settings.from_preset(
+        "quick",
+        model=model,
+        width=width,
+        data="cifar10",
+        epochs=epochs,
+        batch_size=32,
+        optimizer="adam",
+        learning_rate=1e-3,
+        weight_decay=1e-4,
+        penalty=penalty,
+    )
+
+
 def arms(model: str) -> dict[str, frontier.FrontierSettings]:
     """Return the settings by name."""
 
     def arm(penalty: str | None = None, epochs: int = 1, **options: Any) -> frontier.FrontierSettings:
-        training = settings.from_preset(
-            "quick",
-            model=model,
-            data="cifar10",
-            epochs=epochs,
-            batch_size=32,
-            optimizer="adam",
-            learning_rate=1e-3,
-            weight_decay=1e-4,
-            penalty=penalty,
-        )
         values: dict[str, Any] = {
             "dense_epochs": DENSE_EPOCHS,
             "refit_epochs": REFIT_EPOCHS,
@@ -60,7 +63,7 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
             "path": "up",
             "batch_norm": "folded",
         }
-        return frontier.FrontierSettings(training, **values | options)
+        return frontier.FrontierSettings(recipe(model, penalty, epochs), **values | options)
 
     more = len(STRENGTHS) + REFIT_EPOCHS
     found = {
@@ -93,8 +96,7 @@ def share_dense(setting: frontier.FrontierSettings, dataset: Dataset, folder: Pa
 
 def few_samples(data: Path) -> Dataset:
     """Return CIFAR-10's first samples."""
-    whole = load("cifar10", data).first(TRAIN)
-    return replace(whole, test=Samples(*(part[:TEST] for part in whole.test)))
+    return load("cifar10", data).first(TRAIN, TEST)
 
 
 def study(data: Path, runs: Path, only: str | None = None) -> dict[str, Any]:

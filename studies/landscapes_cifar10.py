@@ -6,16 +6,14 @@ Few images and few epochs.
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from loco_ext.experiments import landscapes
-from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.data import load
 from loco_ext.experiments.landscapes_settings import LandscapesSettings, landscapes_preset
-from loco_ext.experiments.samples import Samples
 from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
 
@@ -28,11 +26,6 @@ MEASURED |= {"resampled_inputs": 20, "baseline_images": 8}
 def study(seeds: int) -> LandscapesSettings:
     """Return the settings."""
     return landscapes_preset("short", arms=ARMS, seeds=seeds, epochs=EPOCHS, batch_size=BATCH_SIZE, **MEASURED)
-
-
-def fewer(dataset: Dataset) -> Dataset:
-    """Return the first training and test images."""
-    return replace(dataset.first(TRAINING_IMAGES), test=Samples(*(part[:TEST_IMAGES] for part in dataset.test)))
 
 
 def save(record: dict[str, Any], runs: Path, out: Path) -> None:
@@ -50,7 +43,8 @@ def main(
     device: Device = "cpu",
 ) -> None:
     """Run the study, write the JSON file and a figure beside it, print the tables."""
-    record = landscapes.measure(study(seeds), fewer(load("cifar10", data)), runs, device, resume=True)
+    images = load("cifar10", data).first(TRAINING_IMAGES, TEST_IMAGES)
+    record = landscapes.measure(study(seeds), images, runs, device, resume=True)
     save(record, runs, out)
 
 

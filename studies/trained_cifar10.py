@@ -13,9 +13,9 @@ from pathlib import Path
 import typer
 
 from bench import harness
-from loco_ext.experiments import frontier, settings
+from loco_ext.experiments import frontier
 from studies import summaries, tables
-from studies.frontier_cifar10 import MODELS, TEST, TRAIN, few_samples
+from studies.frontier_cifar10 import MODELS, TEST, TRAIN, few_samples, recipe
 from studies.options import Data, Out, Runs
 
 DENSE_EPOCHS = 6
@@ -27,18 +27,7 @@ STRENGTHS = {  # strengths for each width, which leave most of the MACs to a few
 
 def path(model: str, width: float) -> frontier.FrontierSettings:
     """Return the settings of one network."""
-    training = settings.from_preset(
-        "quick",
-        model=model,
-        width=width,
-        data="cifar10",
-        epochs=1,
-        batch_size=32,
-        optimizer="adam",
-        learning_rate=1e-3,
-        weight_decay=1e-4,
-        penalty="rings",
-    )
+    training = recipe(model, "rings", width=width)
     return frontier.FrontierSettings(
         training, dense_epochs=DENSE_EPOCHS, refit_epochs=0, strengths=STRENGTHS[width], path="up", latency=True
     )

@@ -69,9 +69,9 @@ class Dataset:
             "digest": content.hexdigest()[:12],
         }
 
-    def first(self, samples: int | None) -> "Dataset":
-        """Return the data set with only the first training samples; all of them where there are fewer, or for None."""
-        return replace(self, train=Samples(*(part[:samples] for part in self.train)))
+    def first(self, samples: int | None, tests: int | None = None) -> "Dataset":
+        """Return the data set with only the first training and test samples; all where there are fewer, or for None."""
+        return replace(self, train=self.train.first(samples), test=self.test.first(tests))
 
 
 def load(name: str, folder: Path | None, image_size: int | None = None) -> Dataset:

@@ -12,5 +12,9 @@ class Samples(NamedTuple):
     images: Tensor
     labels: Tensor
 
+    def first(self, count: int | None) -> "Samples":
+        """Return only the first samples; all of them where there are fewer, or for None."""
+        return Samples(self.images[:count], self.labels[:count])
+
     def to(self, device: torch.device) -> "Samples":
         return Samples(self.images.to(device), self.labels.to(device))
