@@ -4,7 +4,6 @@ d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolu
 Each switch time is a job, which trains the convolutional network itself, to the same weights in all jobs.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from loco_ext.experiments import efcn_figures
 from loco_ext.experiments.efcn_settings import FULL
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -123,8 +122,7 @@ def page(plan: JobPlan) -> Page:
 
 def _merged(plan: JobPlan, network: str) -> dict[str, Any] | None:
     """Return one record of all jobs of a network that are done, or None; the last lifted network keeps its corners."""
-    done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{PAPER}/{network}/")]
-    records = [json.loads(job.result.read_text()) for job in done]
+    records = read_records(jobs(plan), f"{PAPER}/{network}/")
     if not records:
         return None
     branches = [branch for record in records for branch in record["branches"]]

@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loco_ext.errors import UserError
 
@@ -90,6 +91,11 @@ class JobPlan:
             words += ["--device", self.device]
             words += [] if self.data is None else ["--data", str(self.data)]
         return Job(name, tuple(words), self.folder(name) / result, minutes, stage)
+
+
+def read_records(jobs: list[Job], prefix: str) -> list[dict[str, Any]]:
+    """Return the results of the jobs that are done and whose names begin with the prefix."""
+    return [json.loads(job.result.read_text()) for job in jobs if job.done and job.name.startswith(prefix)]
 
 
 def commits(jobs: list[Job]) -> list[str]:

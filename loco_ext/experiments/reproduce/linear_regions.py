@@ -4,12 +4,11 @@ Lee, Alvarez-Melis, Jaakkola, "Towards Robust, Locally Linear Deep Networks" (IC
 of its MNIST experiment, and its figure 1.
 """
 
-import json
 from typing import Any, NamedTuple
 
 from loco_ext.experiments import region_pictures, regions
 from loco_ext.experiments.figures import write
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -71,8 +70,7 @@ def jobs(plan: JobPlan) -> list[Job]:
 
 def page(plan: JobPlan) -> Page:
     """Return the table of radii of what is done, and the pictures."""
-    found = [job for job in jobs(plan) if job.done]
-    records = [json.loads(job.result.read_text()) for job in found]
+    records = read_records(jobs(plan), PAPER)
     networks = {(n["name"], n["seed"]): n for record in records for n in record["networks"]}
     arms = regions.summarise(list(networks.values())) if networks else []
     picture, out = plan.folder(f"{PAPER}/regions.png"), plan.folder(PAPER)

@@ -3,14 +3,13 @@
 Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": Tables 1 and 3, figures 3, 4 and 6.
 """
 
-import json
 import math
 from typing import Any, NamedTuple
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments import landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import PLAIN, PRESETS, Arm
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -97,8 +96,7 @@ def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:
 
     Once a plain network is done, networks of seeds without one are left out, as they have no partner.
     """
-    done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{PAPER}/{crops}/")]
-    records = [json.loads(job.result.read_text()) for job in done]
+    records = read_records(jobs(plan), f"{PAPER}/{crops}/")
     if not records:
         return None
     networks = [network for record in records for network in record["networks"]]

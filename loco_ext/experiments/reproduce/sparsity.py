@@ -14,7 +14,7 @@ from torch import nn
 from loco_ext.experiments import figures
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import sparsity_filters
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -147,8 +147,7 @@ def page(plan: JobPlan) -> Page:
 
 def _merged(plan: JobPlan, family: str) -> dict[str, Any] | None:
     """Return one record with the points of all strengths that are done, strongest first, or None."""
-    done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{family}/alpha-")]
-    records = [json.loads(job.result.read_text()) for job in done]
+    records = read_records(jobs(plan), f"{family}/alpha-")
     if not records:
         return None
     found = [point for record in records for point in record["paths"][0]["points"]]
