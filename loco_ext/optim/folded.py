@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import StepPlan
-from loco_ext.penalties.folded import FoldedFactors, lengths_of
+from loco_ext.penalties.folded import FoldedFactors, column_of, lengths_of
 from loco_ext.reference.dtypes import compute_dtype
 
 
@@ -106,7 +106,7 @@ class _FoldedStep:
         pull = self.factors.pull_along(weight, self.scales)
         pull = -pull if self.group["maximize"] else pull
         pull = pull if scale is None else pull * scale.to(pull)
-        column = pull.to(compute_dtype(weight.dtype)).view(-1, *[1] * (weight.dim() - 1))
+        column = column_of(pull.to(compute_dtype(weight.dtype)), weight)
         grad = self.weight.grad
         assert grad is not None
         self.weight.grad = grad + (column * weight).to(grad.dtype)

@@ -85,7 +85,7 @@ class FoldedPenalty(Penalty):
         """
         factors, inner = self.factors(weight), self.penalty
         dead = lengths_of(weight.detach()) == 0
-        lengths = lengths_of(weight.masked_fill(_column(dead, weight), 1.0))  # differentiable
+        lengths = lengths_of(weight.masked_fill(column_of(dead, weight), 1.0))  # differentiable
         values = inner.filter_values(weight, factors.filters) * (lengths.detach() / lengths)
         folded = values * factors.reciprocal_sigma() * self.batch_norm.weight.double().abs()
         return inner.strength * inner.total(folded)
@@ -195,14 +195,14 @@ class FoldedFactors:
             factors = size * self._slopes(self._norms(weight) @ self._weights.to(weight.device), scales)
             plain = self._without_length(plain)
         # The operator takes the penalty's factors on the host, so they are divided out on the device.
-        safe = _column(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
+        safe = column_of(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
         if metric is not None:
             shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
         else:
             shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
         after = lengths_of(shrunk)
-        rescaled = shrunk * _column((lengths / after).to(weight.dtype), weight)
-        return torch.where(_column((factors > 0) & (after > 0), weight), rescaled, weight)
+        rescaled = shrunk * column_of((lengths / after).to(weight.dtype), weight)
+        return torch.where(column_of((factors > 0) & (after > 0), weight), rescaled, weight)
 
     def shorten(self, gamma: Tensor, weight: Tensor, size: float | Tensor) -> Tensor:
         """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with ``weight`` fixed.
@@ -250,6 +250,6 @@ def lengths_of(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
 
 
-def _column(numbers: Tensor, weight: Tensor) -> Tensor:
+def column_of(numbers: Tensor, weight: Tensor) -> Tensor:
     """Return a number for each filter, ``(C_out,)``, in a shape that broadcasts over the weight."""
     return numbers.view(-1, *[1] * (weight.dim() - 1))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loco_ext.penalties.folded import column_of
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
 from loco_ext.sparsity.budget.choose import Integers, SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
@@ -122,7 +123,7 @@ def _filters(layer: PrunableLayer) -> Tensor:
     if scale is None:
         return weight
     lengths = _lengths(weight)
-    return weight * _column(scale.detach().abs() / torch.where(lengths == 0, 1.0, lengths), weight)
+    return weight * column_of(scale.detach().abs() / torch.where(lengths == 0, 1.0, lengths), weight)
 
 
 def _prox(layer: PrunableLayer, step: float) -> Tensor:
@@ -141,7 +142,7 @@ def _replace(layer: PrunableLayer, filters: Tensor) -> None:
     lengths = _lengths(filters)
     scale.copy_(torch.copysign(lengths, scale.detach()))
     if len(layer.taps) > 2:
-        factors = _column(_lengths(weight) / lengths, weight)
+        factors = column_of(_lengths(weight) / lengths, weight)
         weight.copy_(torch.where(factors.isfinite(), filters * factors, weight))
 
 
@@ -149,8 +150,3 @@ def _sizes(layer: PrunableLayer, filters: Tensor) -> Integers:
     """Return the choice that each filter's zeros make: without its outer rings of zeros."""
     left = (filters.flatten(2) != 0).any(1).cpu().numpy()  # [C_out, taps]
     return np.where(left, layer.rings, len(layer.taps) - 1).min(1)
-
-
-def _column(numbers: Tensor, weight: Tensor) -> Tensor:
-    """Return a number for each filter in a shape that broadcasts over the weight."""
-    return numbers.view(-1, *[1] * (weight.dim() - 1))
