@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from bench import harness
 from bench.command import Command, Job
 from bench.targets import target
+from loco_ext.experiments.models import fully_connected
 from loco_ext.regularizers import frozen, gradient_norms
 
 LAYERS, UNITS, CLASSES = 4, 300, 10
@@ -52,9 +53,7 @@ def make_network(inputs: int) -> nn.Sequential:
     """Return the network with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        sizes = [inputs, *[UNITS] * LAYERS]
-        hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
-        return nn.Sequential(*hidden, nn.Linear(UNITS, CLASSES))
+        return fully_connected([inputs, *[UNITS] * LAYERS], CLASSES)
 
 
 def pre_activations(model: nn.Sequential, x: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.checkpoints import DamagedFileError, load_weights
-from loco_ext.errors import UserError
+from loco_ext.errors import UserError, first_line
 from loco_ext.input import open_regular
 
 # Keys under which training scripts store the weights next to other entries.
@@ -89,5 +89,4 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return (text.splitlines() or [type(error).__name__])[0]
+    return getattr(error, "strerror", None) or first_line(error)

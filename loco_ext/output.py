@@ -109,6 +109,15 @@ def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
     return parts
 
 
+def cell(value: float | None, form: str) -> str:
+    """Return the text of a table's cell, empty for None.
+
+    >>> cell(0.5, ".1%"), cell(None, ".1%")
+    ('50.0%', '')
+    """
+    return "" if value is None else format(value, form)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, which replaces it if the block succeeds and is removed if it fails.

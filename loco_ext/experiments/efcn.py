@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from loco_ext.analysis import gradient_norm, interpolate, only_blocks, top_hessian_eigenvalue
 from loco_ext.analysis.interpolation import METHODS
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_weights, save_weights
+from loco_ext.errors import first_line
 from loco_ext.experiments import efcn_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.efcn_pictures import corner_of, filter_of
@@ -39,7 +40,7 @@ from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import note, write_json
+from loco_ext.output import cell, note, write_json
 
 TOLERANCE = 1e-2  # on the residual of the power iteration
 EVALUATED = ("loss", "accuracy")
@@ -125,8 +126,7 @@ class _Experiment:
                 check_finite(weights)
                 model.load_state_dict(weights)
             except (DamagedFileError, OSError, RuntimeError) as error:
-                reason = (str(error).splitlines() or [""])[0]
-                raise SettingsError(f"{path}: not the weights of this network ({reason})") from error
+                raise SettingsError(f"{path}: not the weights of this network ({first_line(error)})") from error
         return model.to(self.processes.device)
 
     def lift(self, arm: "_Arm") -> nn.Module:
@@ -301,15 +301,11 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
                 "" if time is None else str(time),
                 f"{network['parameters'] / 1e6:.2f}M",
                 *(f"{part['test_accuracy']:.1%}" for part in (network["start"], last)),
-                *(_text(last.get(name), "{:.2%}") for name in ("delta_locality", "delta_sharing")),
-                _text(after.get("top_eigenvalue"), "{:.2g}"),
+                *(cell(last.get(name), ".2%") for name in ("delta_locality", "delta_sharing")),
+                cell(after.get("top_eigenvalue"), ".2g"),
             ]
         )
     return headers, cells
-
-
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
 
 
 def _size(model: nn.Module) -> int:

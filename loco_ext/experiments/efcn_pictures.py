@@ -1,10 +1,9 @@
 """Pictures of a lifted network's first layer as plain numbers: one filter, and a corner of its weight matrix."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from loco_ext.experiments.records import rounded
 from loco_ext.nn import LocallyConnected2d
 
 EXACT, ROUGH = 9, 3  # significant digits: a float32 whose changes matter, and one that is only drawn
@@ -25,12 +24,12 @@ def filter_of(model: nn.Module) -> list[list[float]]:
     local = torch.zeros(layer.pattern.n_out, dtype=torch.int64)
     pattern = layer.pattern.to("cpu")
     local.index_add_(0, pattern.row_indices, pattern.local_mask().long())
-    return _rounded(_matrix(layer)[local.argmax()].view(layer.input_size), EXACT)
+    return rounded(_matrix(layer)[local.argmax()].view(layer.input_size), EXACT)
 
 
 def corner_of(model: nn.Module) -> list[list[float]]:
     """Return the first rows and columns of the first layer's weight matrix; first channels only."""
-    return _rounded(_matrix(first_layer(model))[:CORNER, :CORNER], ROUGH)
+    return rounded(_matrix(first_layer(model))[:CORNER, :CORNER], ROUGH)
 
 
 def _matrix(layer: LocallyConnected2d) -> Tensor:
@@ -39,7 +38,3 @@ def _matrix(layer: LocallyConnected2d) -> Tensor:
     matrix = torch.zeros(pattern.n_out, pattern.n_in)
     matrix[pattern.row_indices, pattern.col_indices] = layer.weight.detach()[:, 0, 0, 0].cpu().float()
     return matrix
-
-
-def _rounded(values: Tensor, digits: int) -> Any:
-    return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]

@@ -36,7 +36,7 @@ from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, Landscap
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered
+from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered, rounded
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
@@ -47,6 +47,7 @@ from loco_ext.regularizers import data_smoothness, importance_landscape, total_v
 BATCH = 500
 TOP = 5  # the second accuracy counts an image as correct if its label is among this many largest logits
 ABLATED_SHARES = tuple(k / 16 for k in range(17))  # shares of an image's pixels that are ablated
+DIGITS = 5  # significant digits of the maps that are written
 SEED = 0  # seed of the random numbers of all measurements, the same for all networks
 
 
@@ -68,7 +69,7 @@ def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str,
     experiment = _Experiment(settings, data, out, processes)
     with owned(out):
         record = begin(out, settings, data, processes, resume=resume)
-        record["smoothness"] = rounded(experiment.smoothness)
+        record["smoothness"] = rounded(experiment.smoothness, DIGITS)
         arms = [Arm.parse(name) for name in settings.arms]
         record["networks"] = [experiment.network(arm, number) for number in range(settings.seeds) for arm in arms]
         record["arms"] = summaries(record["networks"])
@@ -161,7 +162,7 @@ class _Experiment:
         """Return the importance landscape over test images, and its total variation."""
         images, _ = self.some(self.data.test, self.settings.landscape_images)
         landscape = importance_landscape(network, self.batches(images), seed=SEED)
-        return {"map": rounded(landscape), "total_variation": total_variation(landscape).item()}
+        return {"map": rounded(landscape, DIGITS), "total_variation": total_variation(landscape).item()}
 
     def robustness(self, network: nn.Module) -> Record:
         """Return accuracy, and what is left of the label's probability, by corruption and level (tables 3 and 4).
@@ -243,11 +244,6 @@ class _Experiment:
             "pearson_of_roots": float(np.corrcoef(*roots)[0, 1]),
             "ratio": (predicted.sum() / resampled.sum()).item(),
         }
-
-
-def rounded(image: Tensor) -> list[list[float]]:
-    """Return a map as plain numbers with five significant digits."""
-    return [[float(f"{value:.5g}") for value in row] for row in image.tolist()]
 
 
 # The figures that arms are compared by, from a network's record.

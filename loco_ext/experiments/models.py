@@ -5,6 +5,7 @@ normalisation.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -327,6 +328,14 @@ def is_own(name: str) -> bool:
 def find_model(name: str) -> Model:
     """Return the network of that name, one of MODELS or the user's own."""
     return Model(partial(own_model, name), 1) if is_own(name) else MODELS[name]
+
+
+def fully_connected(sizes: list[int], classes: int) -> nn.Sequential:
+    """Return a network of linear layers with ReLUs between them; ``sizes`` are the numbers of inputs of the layers."""
+    layers: list[nn.Module] = []
+    for size, following in itertools.pairwise(sizes):
+        layers += [nn.Linear(size, following), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

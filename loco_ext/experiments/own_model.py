@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loco_ext.errors import UserError
+from loco_ext.errors import UserError, first_line
 
 
 class ModelError(UserError, ValueError):
@@ -64,7 +64,6 @@ def _try(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        what = (str(error).splitlines() or [""])[0]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if frame.filename[0] != "<"]
         place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-        raise ModelError(f"model: {name} failed: {type(error).__name__}: {what}{place}") from error
+        raise ModelError(f"model: {name} failed: {type(error).__name__}: {first_line(error)}{place}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
@@ -53,6 +54,11 @@ def _without_commit(record: Any) -> Any:
 def provenance() -> Record:
     """Return the code that the numbers depend on: its commit, and the versions of packages."""
     return {"commit": commit(), "versions": {"loco_ext": __version__, "torch": torch.__version__}}
+
+
+def rounded(values: Tensor, digits: int) -> list[list[float]]:
+    """Return a matrix as plain numbers with this many significant digits."""
+    return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]
 
 
 def remembered(path: Path, make: Callable[[], Any]) -> Any:

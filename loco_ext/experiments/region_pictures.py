@@ -4,7 +4,6 @@ The toy problem is after figure 1 of Lee, Alvarez-Melis, Jaakkola, "Towards Robu
 2019): the same network trained without a regulariser, with the margin loss and with its relaxation ROLL.
 """
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from loco_ext.experiments.figures import write
+from loco_ext.experiments.models import fully_connected
 from loco_ext.output import progress_bar
 from loco_ext.regularizers import ROLL, MarginLoss, region_radius
 from loco_ext.regularizers.frozen import FrozenNetwork
@@ -54,9 +54,7 @@ def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str) 
     x, y = toy_data()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        sizes = [2, *[TOY_UNITS] * TOY_LAYERS]
-        layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
-        model = nn.Sequential(*layers, nn.Linear(TOY_UNITS, 2))
+        model = fully_connected([2, *[TOY_UNITS] * TOY_LAYERS], 2)
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     with progress_bar(TOY_STEPS, label, unit="step") as bar:
         for _ in range(TOY_STEPS):

@@ -27,13 +27,14 @@ from typer import Option
 from loco_ext.experiments import data, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.figures import write
+from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST, separated
-from loco_ext.output import note, progress_bar, write_json
+from loco_ext.output import cell, note, progress_bar, write_json
 from loco_ext.regularizers import ROLL, region_radius
 
 MOST_POINTS_LOST = 0.5  # percentage points of accuracy that a network may lose and still count
@@ -237,14 +238,6 @@ def _unit(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
-def fully_connected(sizes: list[int], classes: int) -> nn.Sequential:
-    """Return a network of linear layers with ReLUs between them."""
-    layers: list[nn.Module] = []
-    for size, following in itertools.pairwise(sizes):
-        layers += [nn.Linear(size, following), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
-
-
 def fit(
     model: nn.Module, x: Tensor, y: Tensor, settings: RegionsSettings, seed: int, loss: Loss | None, label: str
 ) -> None:
@@ -321,22 +314,17 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
     cells = []
     for arm in record["arms"]:
         mark = " *" if arm is chosen else ""
-        hinge = "" if arm["hinge"] is None else f"{arm['hinge']:g}"
         cells.append(
             [
                 f"{arm['strength']:g}{mark}",
-                hinge,
+                cell(arm["hinge"], "g"),
                 arm["top_percent"] or "",
-                _cell(arm["accuracy"], ".2%"),
-                *(_cell(arm["median_radius"][p], ".3g") for p in NORMS),
-                _cell(arm["ratio"]["2"], ".1f"),
+                cell(arm["accuracy"]["mean"], ".2%"),
+                *(cell(arm["median_radius"][p]["mean"], ".3g") for p in NORMS),
+                cell(arm["ratio"]["2"]["mean"], ".1f"),
             ]
         )
     return headers, cells
-
-
-def _cell(figure: Record, form: str) -> str:
-    return "" if figure["mean"] is None else format(figure["mean"], form)
 
 
 def settings_of(preset: str, **options: Any) -> RegionsSettings:

@@ -18,7 +18,7 @@ from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.errors import first_line
 from loco_ext.folders import owned
 from loco_ext.nn.computed import check_plain
-from loco_ext.output import json_text, replacing
+from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
@@ -356,9 +356,7 @@ class _Store:
             return make()
         path = self.folder / f"{name}.json"
         if not path.exists():
-            text = json_text(make(), indent=2) + "\n"
-            with replacing(path) as temporary:
-                temporary.write_text(text)
+            write_json(path, make())
         try:
             return dict(json.loads(path.read_text()))
         except ValueError as error:

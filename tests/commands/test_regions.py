@@ -9,6 +9,7 @@ import torch
 from loco_ext import regularizers
 from loco_ext.cli import main
 from loco_ext.experiments import data, files, region_pictures, regions
+from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.samples import Samples
 from tests.experiments import image_files
 
@@ -93,7 +94,7 @@ def test_radii_are_in_units_of_pixels(tmp_path):
     record = regions._network(setting, samples, None, 3, tmp_path, torch.device("cpu"))
     scale = regions.Scale(samples.train)
     torch.manual_seed(3)
-    model = regions.fully_connected([64, 8], 10)
+    model = fully_connected([64, 8], 10)
     regions.fit(model, scale(samples.train.images).flatten(1), samples.train.labels, setting, 3, None, "")
     with torch.no_grad():
         model[0].weight /= scale.deviation
