@@ -60,8 +60,7 @@ def _prox_sizes(args: StepArgs, chosen: Sequence[int]) -> list[tuple[Any, Tensor
     for row in rows:
         if isinstance(row[0], Tensor):
             row[0] = row[0].double()
-    steps: list[Any] = [args.steps[i] if args.rule.counts_steps else None for i in chosen]
-    steps = [step.item() if step is not None and step.is_cpu else step for step in steps]
+    steps = [args.steps[i] if args.rule.counts_steps else None for i in chosen]
     return prox_sizes(args.rule, rows, [args.states[-1][i] if args.states else None for i in chosen], steps)
 
 

@@ -52,7 +52,7 @@ def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) ->
 def prox_sizes(
     rule: Rule, rows: Sequence[Sequence[Any]], lasts: Sequence[Tensor | None], steps: Sequence[Any]
 ) -> list[tuple[Any, Tensor | None]]:
-    """Return :func:`prox_size` of each parameter; on a GPU, five launches do if step counts are numbers."""
+    """Return :func:`prox_size` of each parameter; on a GPU, parameters share launches where no step count is read."""
     if rule is SGD:
         return [
             (lr if last is None else lr * ((1 - dampening) / (1 - momentum)), None)
@@ -68,12 +68,9 @@ def _denominators(
 ) -> list[Tensor]:
     """Return Adam's ``sqrt(v / (1 - beta2^step)) + eps`` of each parameter."""
     roots = _correctly_rounded_sqrts(vs)
-    divisors = [
-        (1 - b ** (n.double() if isinstance(n, Tensor) else n)) ** 0.5 for n, b in zip(steps, beta2s, strict=True)
-    ]
-    if any(isinstance(divisor, Tensor) for divisor in divisors):
-        divisors = [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)]
-    torch._foreach_div_(roots, divisors)
+    counts = [step.double() if isinstance(step, Tensor) else step for step in steps]
+    divisors = [(1 - beta2**count) ** 0.5 for beta2, count in zip(beta2s, counts, strict=True)]
+    torch._foreach_div_(roots, [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)])
     torch._foreach_add_(roots, epsilons)
     return roots
 
