@@ -43,6 +43,11 @@ def put(owner: nn.Module, target: str, module: nn.Module) -> None:
     setattr(owner.get_submodule(path), name, module)
 
 
+def bias_trains(layer: Any) -> bool:
+    """Return whether the bias of a layer that replaces this one requires a gradient: as its own, or else its weight."""
+    return (layer.weight if layer.bias is None else layer.bias).requires_grad
+
+
 def paddings(module: Any) -> Pads:
     """Return the padding of a convolution module, (before, after) for each axis."""
     if module.padding == "valid":

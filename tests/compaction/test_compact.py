@@ -254,6 +254,27 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert not any(name.startswith("3") for name in frozen)
 
 
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_biases_are_frozen_on_their_own(with_norm: bool) -> None:
+    norms = [nn.BatchNorm2d(8)] if with_norm else []
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *norms, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+    strike(model, 0)
+    first, second, _, last = (model[i] for i in (0, -3, -2, -1))
+    for frozen in (first.bias, second.weight, last.weight):
+        frozen.requires_grad_(False)
+    network, _ = compacted(model, torch.randn(2, 3, 8, 8))
+    trains = [(m.weight.requires_grad, m.bias.requires_grad) for m in network.modules() if hasattr(m, "kernel_size")]
+    assert (trains[0], trains[-1]) == ((True, False), (False, True))
+    head = network.get_submodule(str(len(model) - 1))
+    assert (head.weight.requires_grad, head.bias.requires_grad) == (False, True)
+
+
+def test_a_bias_that_a_norm_makes_trains_as_the_weight_does() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    network, _ = compacted(strike(model, 0), torch.randn(2, 3, 8, 8))
+    assert all(p.requires_grad for p in network.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = strike(models.cifar_resnet(3, 10, 8, blocks=1), 4).to(dtype).eval()

@@ -28,8 +28,9 @@ from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors,
 Shared = TypeVar("Shared")
 
 # The keys of a state, and the types of their values.
-_STATE: dict[str, Any] = {"steps": int, "target": float, "round_to": int, "importance": Mapping, "removed": list}
+_STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, "removed": list}
 _STATE |= {"sizes": list | None, "penalty": tuple | list | None}
+_ADDED: dict[str, Any] = {"round_to": int, "begin": int, "end": int, "budget": tuple | list}  # older states lack them
 
 _ANY = 1e-3  # value of what is zero and may be trained
 _MEMORY = 0.99  # decay of the importance from one step to the next
@@ -176,10 +177,11 @@ class Budget:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller; the weights are the model's."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
-        steps = {"steps": self.steps, "target": self._target, "round_to": self._round_to}
         penalty = None if self._penalty is None else self._penalty.state()
         return {
-            **steps,
+            "budget": (self.cost, self.share),
+            **{"steps": self.steps, "begin": self.begin, "end": self.end},
+            **{"target": self._target, "round_to": self._round_to},
             "penalty": penalty,
             "importance": self._taylor.state(),
             "sizes": sizes,
@@ -187,14 +189,17 @@ class Budget:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a controller of the same model; load the model's own state as well.
+        """Continue from the state of a controller of the same model and budget; load the model's own state as well.
+
+        ``begin`` and ``end`` become the state's, so that what is held at zero stays so if the training is made longer.
 
         Raises:
-            TypeError, ValueError: it is no such state, or another model's; nothing has changed then.
+            TypeError, ValueError: it is no such state, or one of another model or budget; nothing has changed then.
         """
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
+        self.begin, self.end = state.get("begin", self.begin), state.get("end", self.end)
         self._round_to = state.get("round_to", self._roundings[0])
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
@@ -205,31 +210,45 @@ class Budget:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := _STATE.keys() - state.keys() - {"round_to"}:
+        if missing := _STATE.keys() - state.keys():
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
-        for name, kind in _STATE.items():
+        for name, kind in (_STATE | _ADDED).items():
             if name in state and not isinstance(state[name], kind):
                 raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
-        if (round_to := state.get("round_to", 1)) < 1:
-            raise ValueError(f"state: expected round_to of at least 1, got {round_to}")
+        begin, end = state.get("begin", self.begin), state.get("end", self.end)
+        bounds = {"steps": 0, "begin": 0, "end": max(1, begin), "round_to": 1}
+        for name, least in bounds.items():
+            if state.get(name, least) < least:
+                raise ValueError(f"state: expected {name} of at least {least}, got {state[name]}")
+        if not 0 < state["target"] <= 1:
+            raise ValueError(f"state: expected a target in (0, 1], got {state['target']}")
+        if tuple(state.get("budget", (self.cost, self.share))) != (self.cost, self.share):
+            raise ValueError(f"state: expected one of the budget {self.cost}, {self.share}, got {state['budget']}")
         sizes, removed = state["sizes"] or [], state["removed"]
         if not all(isinstance(each, Tensor) for each in (*state["importance"].values(), *sizes, *removed)):
             raise TypeError("state: expected tensors in importance, sizes and removed, got others")
+        if not all(each.isfinite().all() for each in state["importance"].values()):
+            raise ValueError("state: expected finite importance, got infinity or NaN")
+        if any(each.dtype != torch.int64 for each in sizes):
+            raise TypeError(f"state: expected sizes in int64, got {[each.dtype for each in sizes]}")
         if (state["penalty"] is None) != (self._penalty is None):
             mine, other = ("pruning", "penalty") if self._penalty is None else ("penalty", "pruning")
             raise ValueError(f"state: expected one of method {mine!r}, got {other!r}")
+        if self._penalty is not None:
+            self._penalty.check(state["penalty"])
         if state["sizes"] is not None:
             wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
             given = [(each.numel(), int(each.max()) + 1 if each.numel() else 0) for each in sizes]
-            if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+            few = any(each.numel() and int(each.min()) < 0 for each in sizes) or len(given) != len(wanted)
+            if few or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
                 raise ValueError(
                     f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
                     f"{[filters for filters, _ in given]}, or of other rings"
                 )
         shapes = [] if state["sizes"] is None else self._structure.masks(_arrays(sizes)).shapes()
-        if removed and [each.shape for each in removed] != shapes:
+        if (removed or state["steps"] < end) and [each.shape for each in removed] != shapes:
             raise ValueError(
                 f"state: expected removed values of shapes {[tuple(shape) for shape in shapes]}, got others"
             )

@@ -54,9 +54,13 @@ def distillation_loss(
         raise ValueError(f"temperature: expected more than 0, got {temperature!r}")
     both = logits, teacher_logits.detach()
     ours, theirs = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in both)
+    correct = F.cross_entropy(ours, targets)
+    if weight == 0:
+        return correct
     log_q, log_p = (F.log_softmax(each / temperature, 1) for each in (ours, theirs))
-    divergence = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-    return (1 - weight) * F.cross_entropy(ours, targets) + weight * temperature**2 * divergence
+    # A class that the teacher rules out, with a logit of minus infinity, adds nothing.
+    divergence = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum() / len(ours)
+    return (1 - weight) * correct + weight * temperature**2 * divergence
 
 
 def _check(logits: Any, teacher_logits: Any, targets: Any) -> None:

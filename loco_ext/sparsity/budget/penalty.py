@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,16 +72,22 @@ class CostPenalty:
         """Return the state that :meth:`load` takes."""
         return self.strength, self.wanted
 
+    def check(self, state: Sequence[Any]) -> None:
+        """Raise ValueError unless :meth:`load` takes the state."""
+        numbers = len(state) == 2 and all(isinstance(each, float | int) for each in state)
+        if not numbers or not all(0 <= each < math.inf for each in state):
+            raise ValueError(f"state: expected two finite numbers of at least 0 for penalty, got {state!r}")
+
     def load(self, state: tuple[float, float]) -> None:
         """Continue from a state."""
         self.strength, self.wanted = state
 
     def _steps(self, strength: float) -> list[tuple[PrunableLayer, float]]:
-        """Return all layers, and the sizes of their steps."""
+        """Return all layers, and the sizes of their steps; nothing that requires no gradient is changed."""
         rates = _learning_rates(self._optimizer)
         return [
             (layer, strength * self._factors[layer.name] * float(rates[id(_length(layer))]))
-            if layer.name in self._factors
+            if layer.name in self._factors and _trains(layer)
             else (layer, 0.0)
             for layer in self._layers
         ]
@@ -109,6 +117,11 @@ def _length(layer: PrunableLayer) -> Tensor:
     """Return the parameter that has the lengths of the filters."""
     scale = _scale(layer)
     return layer.module.weight if scale is None else scale
+
+
+def _trains(layer: PrunableLayer) -> bool:
+    """Return whether all parameters train that a step of the penalty may change."""
+    return layer.module.weight.requires_grad and _length(layer).requires_grad
 
 
 def _lengths(filters: Tensor) -> Tensor:

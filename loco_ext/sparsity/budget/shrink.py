@@ -17,7 +17,7 @@ from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
-from loco_ext.sparsity.compaction.compact import check_inputs, copied, take_modes, unwrapped
+from loco_ext.sparsity.compaction.compact import check_inputs, compacted, copied, take_modes, unwrapped
 
 ROUNDINGS = 1, 4, 8, 16  # numbers of channels that kernels compute together
 _MOST_TRIES = 12
@@ -109,7 +109,7 @@ def shrink_to(
     found = best(ranked([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems]))
     network, report = found.network, found.report
     if cost == "latency":
-        network, _ = compact(network, inputs, fold_norms=False)
+        network, _ = compacted(network, inputs, fold_norms=False, may_stay=False)
     take_modes(network, model)
     return network, report
 
@@ -254,8 +254,9 @@ class BudgetSearch:
 
     def _beyond(self, least: float) -> UnreachableError:
         """Return the error of a budget that cannot be met; it names the least, rounded up."""
-        least = min(1.0, (1 + _ROUNDING) * least)
-        return UnreachableError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+        least, rest = min(1.0, (1 + _ROUNDING) * least), self.problem.rest / self.problem.cost(self.problem.whole())
+        why = f" ({rest:.1%} are outside of layers that can be made smaller)" if rest and self.cost == "macs" else ""
+        return UnreachableError(f"{self.cost}: expected at least {least:.4g}, the least reached{why}, got {self.share}")
 
     def sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""

@@ -19,7 +19,9 @@ from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied
+from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
 from loco_ext.sparsity.compaction.graph import annotated_graph
+from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
@@ -35,7 +37,7 @@ class PrunableLayer:
         module: the module itself, with a weight ``(C_out, C_in/groups, *kernel_size)``.
         norm: the batch norm that is the only reader of the layer's output; None if there is none.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
-        pixels: number of output pixels of one sample.
+        pixels: number of output pixels of one sample; a fraction where several samples share them.
         writes: class of each filter's channel, ``[C_out]``.
         reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
             are depthwise, go with the filter that reads them.
@@ -46,7 +48,7 @@ class PrunableLayer:
     module: Any
     norm: Any
     rings: Integers
-    pixels: int
+    pixels: float
     writes: Integers
     reads: Integers | None
     kept: bool
@@ -66,12 +68,14 @@ class Structure:
         norms: every batch norm, and the class of each of its channels.
         fixed: for each class, whether it stays in any case.
         others: number of the model's parameters outside these layers and norms.
+        macs_elsewhere: MACs of one sample outside these layers.
     """
 
     layers: list[PrunableLayer]
     norms: list[tuple[Any, Integers]]
     fixed: np.ndarray[Any, np.dtype[np.bool_]]
     others: int
+    macs_elsewhere: float
 
     def problem(
         self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int], round_to: int = 1
@@ -98,7 +102,8 @@ class Structure:
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        return SizeProblem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0, round_to)
+        rest = self.others if cost == "parameters" else self.macs_elsewhere
+        return SizeProblem(layers, self.fixed, of_classes, rest, round_to)
 
     def masks(self, sizes: Sizes) -> Masks:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""
@@ -223,7 +228,7 @@ def structure_of(
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
     fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))
-    layers, norms = [], []
+    layers, norms, samples = [], [], samples_of(channels.graph)
     for node, value in channels.values.items():
         module, classes = channels.info.module(node), classes_of[value.ids]
         is_norm = type(module) in BATCH_NORMS and channels.role(node) is Role.PER_CHANNEL
@@ -239,21 +244,36 @@ def structure_of(
             fixed[classes] |= kept
             (source,) = channels.sources(node)
             reads = None if getattr(module, "groups", 1) > 1 else classes_of[channels.values[source].ids]
-            (reader, *others) = node.users
-            after = channels.info.module(reader) if not others else None
-            norm = _own(own, reader, after) if type(after) in BATCH_NORMS else None
+            norm = _norm_behind(channels, own, node)
             rings = _rings(module.weight.shape[2:], kind, granularity)
-            pixels = prod(node.meta["shape"][1:]) // len(module.weight)
+            pixels = float(pixels_of(node, len(module.weight), samples))
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
-    structure = Structure(layers, norms, fixed, elsewhere)
+    in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
+    structure = Structure(layers, norms, fixed, elsewhere, max(0.0, _macs_of(copy, inputs) - in_layers))
     if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
         raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
     for name in skip:
         if name not in own:
             raise ValueError(f"skip: expected names of the model's modules, got {name!r}")
     return structure
+
+
+def _macs_of(model: nn.Module, inputs: Sequence[Any]) -> float:
+    """Return the MACs of the model for one sample; 0 if torch cannot count them."""
+    try:
+        return float(macs_of(model, inputs))
+    except Exception:  # torch's formulas of operators have conditions of their own; compaction notes that
+        return 0.0
+
+
+def _norm_behind(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> Any:
+    """Return the batch norm of a layer's filters that is the only reader of its output, or None."""
+    (reader, *others) = node.users or [node]
+    module = channels.info.module(reader)
+    is_norm = type(module) in BATCH_NORMS and channels.role(reader) is Role.PER_CHANNEL
+    return _own(own, reader, module) if is_norm and not others else None
 
 
 def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:

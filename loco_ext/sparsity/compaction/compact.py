@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from loco_ext.argument_checks import check_choice, check_module
+from loco_ext.errors import first_line
 from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
@@ -24,6 +25,7 @@ from loco_ext.sparsity.compaction.constant_channels import without_constant_chan
 from loco_ext.sparsity.compaction.describe import describe
 from loco_ext.sparsity.compaction.fallback import crop_modules
 from loco_ext.sparsity.compaction.graph import annotated_graph, copies
+from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
@@ -95,7 +97,18 @@ def compact(
         (torch.Size([2, 1, 3, 3]), True)
     """
     cost = present_name(cost) if isinstance(cost, str) else cost
-    inputs = check_inputs(model, example_inputs)
+    return compacted(model, check_inputs(model, example_inputs), cost, fold_norms, fixed_size)
+
+
+def compacted(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    cost: str = "measured",
+    fold_norms: bool = True,
+    fixed_size: bool = False,
+    may_stay: bool = True,
+) -> tuple[nn.Module, Report]:
+    """Do as :func:`compact`; unless the model ``may_stay``, a smaller network is returned though it is not faster."""
     check_choice("cost", cost, tuple(COSTS))
     costs.forget()
     dense = copied(unwrapped(model)).eval()
@@ -118,7 +131,11 @@ def compact(
             fold(graph)
         smaller = (_by_time if cost == "measured" else _by_count)(graph, example, choose, fixed_size)
         unchanged = partial(_unchanged, dense, inputs)
-    network, report = _select(smaller, unchanged, example, others, measured=cost == "measured")
+    network, report = _select(smaller, unchanged, example, others, measured=cost == "measured" and may_stay)
+    try:
+        report.macs_elsewhere = max(0, round(macs_of(dense, inputs)) - report.macs_before)
+    except Exception as error:  # torch's formulas of operators have conditions of their own
+        report.notes["MACs"] = f"those outside of these layers are not counted: {first_line(error)}"
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
     take_modes(network, model)

@@ -53,6 +53,8 @@ class Report(FormerNames):
 
     Args:
         layers: reports on the layers, in the order in which they run.
+        macs_elsewhere: multiply-accumulates for one sample of all else, as torch counts them: transposed convolutions,
+            layers that are called several times, products of tensors. They count as not made fewer.
         notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
         latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
@@ -66,6 +68,7 @@ class Report(FormerNames):
     """
 
     layers: list[LayerReport] = field(default_factory=list)
+    macs_elsewhere: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     parameters_before: int = 0
     parameters_after: int = 0
@@ -74,18 +77,18 @@ class Report(FormerNames):
 
     @property
     def macs_before(self) -> int:
-        """MACs of the model for one sample, over all layers."""
-        return sum(layer.macs_before for layer in self.layers)
+        """MACs of the model for one sample."""
+        return self.macs_elsewhere + sum(layer.macs_before for layer in self.layers)
 
     @property
     def macs_after(self) -> int:
         """MACs for one sample by eq. 10, each filter with its own size and the channels that are left."""
-        return sum(layer.macs_after for layer in self.layers)
+        return self.macs_elsewhere + sum(layer.macs_after for layer in self.layers)
 
     @property
     def macs_executed(self) -> int:
         """MACs for one sample that the smaller network executes; it may join sizes where that is faster."""
-        return sum(layer.macs_executed for layer in self.layers)
+        return self.macs_elsewhere + sum(layer.macs_executed for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as numbers, strings, lists and dicts."""
@@ -103,6 +106,8 @@ class Report(FormerNames):
             )
             if layer.kept:
                 lines.append(f"{'':24} kept: {layer.kept}")
+        if self.macs_elsewhere:
+            lines.append(f"{'elsewhere':24} {'':12} {'':12} {self.macs_elsewhere:>13,} -> {self.macs_elsewhere:<12,}")
         lines += self._summed_up()
         lines.append(f"MACs {self.macs_before:,} -> {self.macs_after:,}")
         lines.append(f"parameters {self.parameters_before:,} -> {self.parameters_after:,}")

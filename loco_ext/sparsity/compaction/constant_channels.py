@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.modules import paddings, unused
+from loco_ext.fx.modules import bias_trains, paddings, unused
 from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
@@ -130,9 +130,10 @@ def _read_features(
     columns = [kept, share * kept.sum(1, keepdim=True) - (1 - share) * gone.sum(1, keepdim=True)]
     if offsets is not None:
         columns.append((gone * torch.from_numpy(offsets).to(gone.device).reshape(shape)).sum(1, keepdim=True))
-    trained = module.weight.requires_grad
-    module.weight = nn.Parameter(torch.cat(columns, 1).to(whole.dtype), requires_grad=trained)
-    module.bias = None if bias is None else nn.Parameter(bias.to(whole.dtype), requires_grad=trained)
+    if bias is not None:
+        module.bias = nn.Parameter(bias.to(whole.dtype), requires_grad=bias_trains(module))
+    trains = module.weight.requires_grad
+    module.weight = nn.Parameter(torch.cat(columns, 1).to(whole.dtype), requires_grad=trains)
     setattr(module, "in_features" if isinstance(module, nn.Linear) else "in_channels", module.weight.shape[1])
 
 

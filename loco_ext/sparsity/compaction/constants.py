@@ -79,8 +79,9 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         return constants
     if is_resampling(name):
         return constants.copy() if keeps_constants(module) else np.where(constants == 0, 0.0, np.nan)
-    if type(module) in BATCH_NORMS and module.running_mean is None:
-        return np.full_like(constants, np.nan)
+    if type(module) in BATCH_NORMS and module.running_mean is None:  # subtracts the mean of what it is given
+        shifts = 0.0 if module.bias is None else module.bias.detach().double().cpu().numpy()
+        return _finite(np.where(constants == 0, shifts, np.nan))
     return _evaluate(node, module, constants)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import Pads, paddings, put, unused
+from loco_ext.fx.modules import Pads, bias_trains, paddings, put, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
@@ -40,7 +40,8 @@ class Convolution:
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
-    trained: bool
+    weight_trains: bool
+    bias_trains: bool
     channels_last: bool
     then: Epilogue = field(default_factory=Epilogue)
 
@@ -64,7 +65,8 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: i
         dilation=module.dilation,
         groups=channels // weight.shape[1],
         padding_mode=module.padding_mode,
-        trained=module.weight.requires_grad,
+        weight_trains=module.weight.requires_grad,
+        bias_trains=bias_trains(module),
         channels_last=channels_last,
     )
 
@@ -278,9 +280,9 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
     )
     channels_last = convolution.channels_last and not bucket.mixed
     memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
-    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
+    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.weight_trains)
     if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=convolution.trained)
+        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=convolution.bias_trains)
     return module
 
 

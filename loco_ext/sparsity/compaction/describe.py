@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.compaction_report import LayerReport, Report
 from loco_ext.sparsity.compaction.constant_channels import WHOLE
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
+from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 
@@ -19,13 +21,14 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
     """Return a report on the result for every layer, and on why something was kept."""
     report = Report()
+    samples = samples_of(channels.graph)
     for node, info in channels.info.nodes.items():
         module = channels.info.module(node)
         depthwise = module is not None and is_depthwise(module)
         if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
             name, weight = str(node.target), module.weight.detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
-            pixels = prod(node.meta["shape"][1:]) // len(weight)
+            pixels = pixels_of(node, len(weight), samples)
             layer = describe_layer(name, node.meta.get(WHOLE, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
@@ -35,19 +38,30 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
     return report
 
 
+def samples_of(graph: fx.GraphModule) -> int:
+    """Return the number of samples of the example on which the graph's shapes were recorded."""
+    arguments = (node for node in graph.graph.nodes if node.op == "placeholder")
+    return samples_in([node.meta["shape"] for node in arguments if "shape" in node.meta])
+
+
+def pixels_of(node: fx.Node, filters: int, samples: int) -> Fraction:
+    """Return the number of places, for one sample, where a layer of so many filters computes all of them."""
+    return Fraction(prod(node.meta["shape"]), filters * samples)
+
+
 def _is_no_layer(node: fx.Node) -> bool:
     """Return whether the report omits the node: it has no channels to remove, or they have been removed."""
     return node.op in ("placeholder", "output", "get_attr") or node.target is layer_norm_with_constants
 
 
 def describe_layer(
-    name: str, before: Tensor, pixels: int, after: Tensor | None, buckets: Sequence[Bucket]
+    name: str, before: Tensor, pixels: Fraction, after: Tensor | None, buckets: Sequence[Bucket]
 ) -> LayerReport:
     """Return the report on one layer with these weights before and after, ``(C_out, C_in/groups, *kernel_size)``.
 
     Args:
         after: None if the layer was removed.
-        pixels: number of output pixels.
+        pixels: number of output pixels of one sample; a fraction where several samples share them.
         buckets: how the layer is computed now.
     """
     width = 0 if after is None else int((after != 0).transpose(0, 1).flatten(1).any(1).sum())
@@ -65,9 +79,9 @@ def describe_layer(
         sizes=dict(sorted(sizes.items(), reverse=True)),
         convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.filters)) for bucket in buckets],
         identity_filters=_identities(_with_axis(before)),
-        macs_before=pixels * before.numel(),
-        macs_after=pixels * areas * width,
-        macs_executed=pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets),
+        macs_before=round(pixels * before.numel()),
+        macs_after=round(pixels * areas * width),
+        macs_executed=round(pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets)),
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.convolution import alone, as_convolution
 from loco_ext.sparsity.compaction.describe import describe_layer
 from loco_ext.sparsity.compaction.graph import copies, kind_of
+from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Choose
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
 
@@ -21,13 +23,15 @@ from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
 def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> tuple[nn.Module, Report]:
     """Return a copy of the model with cropped filters, and the report, which says why nothing more was done."""
     result = copy.deepcopy(model)
+    samples = samples_in([x.shape for x in inputs if isinstance(x, Tensor)])
     report = Report(notes={"model": f"all channels are kept: {why}"})
     for name, (read, written) in _calls(result, inputs).items():
         module: Any = result.get_submodule(name)
         weight = module.weight.detach()
         convolution = as_convolution(module, weight, module.bias, module.in_channels, written["channels_last"])
         buckets = choose(convolution, read, False)
-        pixels = prod(written["shape"][2 - weight.dim() :])
+        images = Fraction(written["shape"][0], samples) if len(written["shape"]) == weight.dim() else 1
+        pixels = images * Fraction(prod(written["shape"][2 - weight.dim() :]))
         report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
         if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
             put(result, name, alone(convolution, buckets))

@@ -62,8 +62,8 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
 def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[fx.Node]) -> None:
     """Replace the node, and the nodes that read its weights, by a call of the layer, named after the weights' owner."""
     owner = str(read[0].target).rpartition(".")[0] if read else ""
-    calls = {str(x.target).rpartition(".")[0] for x in graph.graph.nodes if x.op == "call_module"}
-    inside = any(f"{call}.".startswith(f"{owner}.") for call in calls)
+    used = [x for x in graph.graph.nodes if x.op in ("call_module", "get_attr") and x not in read]
+    inside = any(f"{str(x.target).rpartition('.')[0]}.".startswith(f"{owner}.") for x in used)
     name = unused(graph, f"{owner}.layer" if owner else node.name) if inside or not owner else owner
     for x in read:
         place, _, attribute = str(x.target).rpartition(".")

@@ -5,7 +5,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from loco_ext.fx.modules import put
+from loco_ext.fx.modules import bias_trains, put
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, GraphInfo, Role
 
 
@@ -22,6 +22,7 @@ def fold_norms(graph: fx.GraphModule) -> None:
         if type(layer) not in (*CONVOLUTIONS, nn.Linear) or len(source.users) > 1:
             continue
         fused = fuse_linear_bn_eval(layer, norm) if type(layer) is nn.Linear else fuse_conv_bn_eval(layer, norm)
+        fused.bias.requires_grad_(bias_trains(layer))
         put(graph, str(source.target), fused)
         node.replace_all_uses_with(source)
         graph.graph.erase_node(node)

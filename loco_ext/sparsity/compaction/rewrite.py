@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import put, unused
+from loco_ext.fx.modules import bias_trains, put, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
@@ -289,7 +289,7 @@ def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:
     )
     smaller.weight = nn.Parameter(weight.clone(), requires_grad=module.weight.requires_grad)
     if bias is not None:
-        smaller.bias = nn.Parameter(bias.clone(), requires_grad=module.weight.requires_grad)
+        smaller.bias = nn.Parameter(bias.clone(), requires_grad=bias_trains(module))
     return smaller
 
 

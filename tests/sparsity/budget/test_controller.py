@@ -1,6 +1,7 @@
 """Budgets while a network trains: the schedule, what is held, resuming, and misuse."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_resumed_is_uninterrupted(method: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+def test_a_longer_training_does_not_reopen_a_budget_that_has_ended() -> None:
+    model, optimizer, budget = controlled("plain")
+    train(model, optimizer, budget, 14, seed=1)
+    longer = sparsity.Budget(model, optimizer, example_inputs=X, macs=0.4, begin=10, end=40)
+    longer.load_state_dict(budget.state_dict())
+    assert (longer.begin, longer.end) == (3, 12)
+    before = reached("plain", model)
+    train(model, optimizer, longer, 30, seed=2)
+    assert reached("plain", model) == before
+
+
 @pytest.mark.parametrize("method", ["pruning", "penalty"])
 def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """A quarter of the latency does not depend on the MACs, in place of what compaction measures."""
@@ -193,6 +205,15 @@ def test_state_of_another_model() -> None:
         ({**state, "target": None}, "state: expected target as Budget.state_dict returns it, got None"),
         ({**state, "importance": {"0": 1.0}}, "state: expected tensors in importance, sizes and removed"),
         ({**state, "removed": [torch.zeros(3)]}, r"state: expected removed values of shapes \[\], got others"),
+        ({**state, "steps": -5}, "state: expected steps of at least 0, got -5"),
+        ({**state, "end": 2}, "state: expected end of at least 3, got 2"),
+        ({**state, "target": math.nan}, r"state: expected a target in \(0, 1\], got nan"),
+        ({**state, "target": -1.0}, r"state: expected a target in \(0, 1\], got -1.0"),
+        ({**state, "budget": ("macs", 0.9)}, r"state: expected one of the budget macs, 0.4, got \('macs', 0.9\)"),
+        ({**state, "importance": {"0": torch.tensor(math.nan)}}, "state: expected finite importance"),
+        ({**state, "sizes": [each.float() for each in sizes]}, "state: expected sizes in int64, got"),
+        ({**state, "sizes": [sizes[0] - 1, *sizes[1:]]}, r"state: expected sizes of \[6, 8, 12, 4\] filters"),
+        ({**state, "sizes": [sizes[0] + 1, *sizes[1:]]}, r"state: expected removed values of shapes \[\(6, 3, 5, 5\)"),
         (
             {**state, "sizes": [torch.full((6,), 5), *sizes[1:]], "removed": [torch.zeros(3)]},
             r"state: expected removed values of shapes \[\(6, 3, 5, 5\), \(6,\), \(6,\), \(6,\)\], got others",
@@ -201,6 +222,11 @@ def test_state_of_another_model() -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             budget.load_state_dict(bad)
     assert budget.steps == 0
+    penalty = controlled("plain", method="penalty")[2]
+    for bad in ((1.0,), (1.0, math.nan), (-1.0, 0.5), ("1", 0.5)):
+        with pytest.raises(ValueError, match="state: expected two finite numbers of at least 0 for penalty, got"):
+            penalty.load_state_dict({**penalty.state_dict(), "penalty": bad, "steps": 5})
+    assert penalty.steps == 0
 
 
 @pytest.mark.parametrize(

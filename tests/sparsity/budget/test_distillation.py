@@ -89,3 +89,21 @@ def test_bad_input_is_named(change, error, said):
     arguments = {"logits": OURS, "teacher_logits": THEIRS, "targets": TARGETS} | change
     with pytest.raises(error, match=f"^{said}"):
         sparsity.distillation_loss(**arguments)
+
+
+@pytest.mark.parametrize("weight", [0, 0.5])
+def test_classes_that_the_teacher_rules_out_add_nothing(weight):
+    """The other classes alone, of which ours may rule out the same one."""
+    ours, theirs, _ = logits()
+    targets = torch.tensor([0, 1, 2, 4, 0, 1, 2])
+    theirs[:, 3] = -torch.inf
+    found = distillation_loss(ours, theirs, targets, weight=weight)
+    assert found.isfinite()
+    ours[:, 3] = -torch.inf
+    ours.requires_grad_()
+    found = distillation_loss(ours, theirs, targets, weight=weight)
+    others = [0, 1, 2, 4]
+    places = torch.tensor([others.index(target) for target in targets.tolist()])
+    alone = distillation_loss(ours.detach()[:, others], theirs[:, others], places, weight=weight)
+    torch.testing.assert_close(found, alone)
+    assert torch.autograd.grad(found, ours)[0].isfinite().all()

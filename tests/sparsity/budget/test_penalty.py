@@ -99,3 +99,17 @@ def test_a_state_of_the_other_method(method: str) -> None:
     other = sparsity.Budget(model, optimizer, **options, method="penalty" if method == "pruning" else "pruning")
     with pytest.raises(ValueError, match=f"state: expected one of method '{method}'"):
         sparsity.Budget(model, optimizer, **options, method=method).load_state_dict(other.state_dict())
+
+
+@torch.no_grad()
+def test_what_requires_no_gradient_is_left_alone() -> None:
+    model = plain()
+    model[1].weight.requires_grad_(False)
+    model[4].weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    penalty = penalty_of(model, "filters")
+    penalty.strength = 0.3
+    penalty.shrink()
+    assert [name for name, p in model.named_parameters() if not torch.equal(before[name], p)] == ["7.weight"]
+    penalty.adjust(0.2, 1)
+    assert penalty.strength > 0

@@ -1,7 +1,9 @@
 """Networks of a given cost: the cost counted by hooks, importance by differences, and what has to stay."""
 
 import copy
+import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,16 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import loco_ext
 from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget import shrink
+from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
 X = torch.zeros(2, *IMAGE)
+compact_module = importlib.import_module("loco_ext.sparsity.compaction.compact")  # the package has its function
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,150 @@ def test_the_result_costs_the_budget(of: tuple[str, str], name: str) -> None:
         assert macs(smaller) <= share * macs(model) or budget != "macs"  # zeros may be trained
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def flops(network: nn.Module, x: Tensor) -> int:
+    """Return torch's count of all operators, two for each multiply-accumulate of each sample."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(x)
+    return counter.get_total_flops()
+
+
+class Called(nn.Module):
+    """Layers called by a function."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def decoder(net: Any, x: Tensor) -> Tensor:
+    return net.up(F.relu(net.inner(F.relu(net.first(x)))))
+
+
+def twice(net: Any, x: Tensor) -> Tensor:
+    return net.again(F.relu(net.again(net.inner(F.relu(net.first(x))))))
+
+
+def time_first(net: Any, x: Tensor) -> Tensor:
+    """Reads (batch, time, features)."""
+    return net.last(F.relu(net.middle(net.first(x.transpose(0, 1)))).mean(0))
+
+
+def squared(net: Any, x: Tensor) -> Tensor:
+    y = net.inner(F.relu(net.first(x))).flatten(2)
+    return (y @ y.transpose(1, 2)).flatten(1)
+
+
+IMAGES_OF_8 = torch.randn(2, 3, 8, 8)
+PARTLY = {
+    "transposed": (
+        Called(
+            decoder,
+            first=nn.Conv2d(3, 32, 3, padding=1),
+            inner=nn.Conv2d(32, 16, 3, padding=1),
+            up=nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1),
+        ),
+        IMAGES_OF_8,
+    ),
+    "called twice": (
+        Called(twice, first=nn.Conv2d(3, 64, 3), inner=nn.Conv2d(64, 16, 3), again=nn.Conv2d(16, 16, 3, padding=1)),
+        IMAGES_OF_8,
+    ),
+    "time first": (
+        Called(time_first, first=nn.Linear(8, 64), middle=nn.Linear(64, 512), last=nn.Linear(512, 10)),
+        torch.randn(2, 20, 8),
+    ),
+    "product": (Called(squared, first=nn.Conv2d(3, 32, 3), inner=nn.Conv2d(32, 6, 3)), IMAGES_OF_8),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_what_cannot_be_made_smaller_counts(name: str) -> None:
+    model, x = PARTLY[name]
+    share = 0.8
+    smaller, report = sparsity.shrink_to(model, x, macs=share, importance="norm", granularity="filters")
+    assert report.macs_before * 2 * len(x) == flops(model, x)
+    assert report.macs_executed * 2 * len(x) == flops(smaller, x)
+    assert 0.9 * share < flops(smaller, x) / flops(model, x) <= share
+    assert name == "time first" or report.macs_elsewhere > 0
+    assert ("elsewhere" in str(report)) == (report.macs_elsewhere > 0)
+    if report.macs_elsewhere > 0:
+        outside = f"{report.macs_elsewhere / report.macs_before:.1%} are outside of layers that can be made smaller"
+        with pytest.raises(ValueError, match=f"macs: expected at least .*{outside}"):
+            sparsity.shrink_to(model, x, macs=0.01, importance="norm")
+
+
+def test_locally_connected_layers_count() -> None:
+    layer = loco_ext.nn.LocallyConnected2d(8, 4, 3, input_size=(8, 8))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), layer)
+    _, report = sparsity.compact(model, IMAGES_OF_8, cost="macs")
+    assert report.macs_elsewhere == layer.weight.numel()
+    assert report.macs_before == layer.weight.numel() + 64 * 8 * 27
+
+
+def test_what_torch_cannot_count_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("heads differ")
+
+    for module in (compact_module, structure_module):
+        monkeypatch.setattr(module, "macs_of", refuse)
+    _, report = sparsity.shrink_to(network("plain"), X, macs=0.5, importance="norm")
+    assert report.notes["MACs"] == "those outside of these layers are not counted: heads differ"
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_of_the_batch_at_hand_lose_channels(affine: bool) -> None:
+    norm = nn.BatchNorm2d(32, affine=affine, track_running_stats=False)
+    layers = nn.Conv2d(3, 32, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
+    model = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(32, 10, 3))
+    options: Any = {"importance": "norm", "granularity": "filters"}
+    smaller, report = sparsity.shrink_to(model, IMAGES_OF_8, macs=0.25, **options)
+    first, second, _ = report.layers
+    assert second.channels_after == first.filters_after < 24
+    assert flops(smaller, IMAGES_OF_8) > 0.23 * flops(model, IMAGES_OF_8)
+
+
+def test_a_norm_of_tokens_is_not_one_of_features() -> None:
+    """Five tokens, and as many as there are features."""
+    for tokens in (5, 12):
+        layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.BatchNorm1d(tokens), nn.ReLU(), nn.Linear(12, 10)
+        model, x = nn.Sequential(*layers), torch.randn(3, tokens, 8)
+        _, report = sparsity.shrink_to(model, x, macs=0.8, importance="norm")
+        assert report.macs_executed <= 0.8 * report.macs_before
+
+
+def test_a_layer_that_nothing_reads() -> None:
+    def function(net: Any, x: Tensor) -> Tensor:
+        x = F.relu(net.first(x))
+        net.unread(x)
+        return net.last(x)
+
+    layers = {"first": nn.Conv2d(3, 16, 3), "last": nn.Conv2d(16, 10, 3), "unread": nn.Conv2d(16, 10, 1)}
+    _, report = sparsity.shrink_to(Called(function, **layers), IMAGES_OF_8, macs=0.5, importance="norm")
+    assert report.macs_executed <= 0.5 * report.macs_before
+
+
+def test_two_functional_layers_of_one_module() -> None:
+    def function(net: Any, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, net.one)), net.other)
+
+    gate = Called(function)
+    gate.one, gate.other = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), gate, nn.ReLU(), nn.Linear(32, 10)), torch.randn(4, 8)
+    with torch.no_grad():
+        gate.one[::2] = 0.0
+    _, report = sparsity.compact(model, x, cost="macs")
+    assert report.notes == {}
+    assert [layer.filters_after for layer in report.layers] == [32, 16, 32, 10]
+    smaller, report = sparsity.shrink_to(model, x, macs=0.8, importance="norm")
+    assert report.macs_executed <= 0.8 * report.macs_before
+    assert smaller(x).shape == (4, 10)
 
 
 def test_batch_norms_stay_and_the_mode_is_the_models() -> None:
@@ -200,6 +350,18 @@ def test_a_latency_takes_the_rounding_that_loses_the_least_importance(monkeypatc
         assert lost.pop(None) == min(lost.values())
         best.append(min(lost, key=lambda each: lost[each]))
     assert best[0] == 1 < best[1]
+
+
+def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_its_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shrink, "compact", timed(0.25))
+    monkeypatch.setattr(compact_module, "_latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
+    model = network("plain")
+    smaller, report = sparsity.shrink_to(model, X, latency=0.6, batches=batches(), granularity="filters", round_to=1)
+    assert report.parameters_after < sum(p.numel() for p in smaller.parameters())  # norms that are not folded
+    assert macs(smaller) < 0.6 * macs(model)
+    assert all(p.flatten(1).any(1).all() for p in smaller.parameters() if p.dim() > 1)
 
 
 @pytest.mark.slow

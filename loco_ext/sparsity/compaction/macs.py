@@ -1,0 +1,48 @@
+"""The MACs of a whole model, whatever computes them: torch counts its operators, and this package's blocks here."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.ops import backends
+from loco_ext.sparsity.compaction.graph import copies
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
+
+
+def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
+    """Return the multiply-accumulates of one call, for one sample.
+
+    Raises:
+        Exception: torch cannot count one of the operators.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # takes a while to import
+
+    blocks = {} if backends.library is None else {torch.ops.loco_ext.block_sparse_matmul: _of_blocks}
+    samples = samples_in([x.shape for x in inputs if isinstance(x, Tensor)])
+
+    def look(module: Any, arguments: tuple[Any, ...]) -> None:
+        nonlocal samples
+        if any(isinstance(x, Tensor) and x.dim() < module.weight.dim() for x in arguments[:1]):
+            samples = 1  # an image without a batch
+
+    handles = [module.register_forward_pre_hook(look) for module in model.modules() if type(module) in CONVOLUTIONS]
+    try:
+        with FlopCounterMode(display=False, custom_mapping=blocks) as counter, torch.no_grad():
+            model(*copies(inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Fraction(counter.get_total_flops(), 2 * samples)
+
+
+def samples_in(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the number of samples of a call whose tensors have these shapes: the first size of the first."""
+    return max(1, next((shape[0] for shape in shapes if len(shape) > 0), 1))
+
+
+def _of_blocks(x_shape: Sequence[int], values_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * prod(values_shape)
