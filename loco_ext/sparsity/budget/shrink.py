@@ -57,8 +57,9 @@ def shrink_to(
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`compact`. Its size sets
             the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
-            of :attr:`Report.macs_after`. Latency is that of a forward pass on the example on this machine after
-            :func:`compact`, over the model's; smaller numbers of MACs are tried until it is met.
+            of :attr:`Report.macs_after`, which include what cannot be made smaller. Latency is that of a forward pass
+            on the example on this machine after :func:`compact`, over the model's; smaller numbers of MACs are tried
+            until it is met.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``, for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each

@@ -89,11 +89,12 @@ class Structure:
             round_to: see :class:`SizeProblem`.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
+        fixed = self.fixed | self._read_in_parts(lost)
         for layer in self.layers:
             weight, table = layer.module.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
             if layer.kept:
                 table[:, 1:] = np.inf
-            table[self.fixed[layer.writes], -1] = np.inf
+            table[fixed[layer.writes], -1] = np.inf
             unit = layer.pixels if cost == "macs" else 1
             width = weight.shape[1] if layer.reads is None else 1
             layers.append(LayerChoices(unit * width, layer.taps, table, layer.writes, layer.reads, least[layer.name]))
@@ -103,7 +104,22 @@ class Structure:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
         rest = self.others if cost == "parameters" else self.macs_elsewhere
-        return SizeProblem(layers, self.fixed, of_classes, rest, round_to)
+        return SizeProblem(layers, fixed, of_classes, rest, round_to)
+
+    def _read_in_parts(self, lost: Mapping[str, Tensor]) -> Booleans:
+        """Return the most important class of each layer that reads a part of what other layers write, behind a split.
+
+        Without it, the layer would be cut off, though the layers before it are not empty.
+        """
+        found, worth = np.zeros(len(self.fixed), bool), np.zeros(len(self.fixed))
+        for layer in self.layers:
+            np.add.at(worth, layer.writes, lost[layer.name][:, -1].double().cpu().numpy())
+        for layer in self.layers:
+            reads = np.unique([] if layer.reads is None else layer.reads).astype(np.int64)
+            in_parts = any(0 < np.isin(other.writes, reads).sum() < len(other.writes) for other in self.layers)
+            if in_parts and not self.fixed[reads].any():
+                found[reads[worth[reads].argmax()]] = True
+        return found
 
     def masks(self, sizes: Sizes) -> Masks:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""

@@ -167,6 +167,22 @@ def test_a_norm_of_tokens_is_not_one_of_features() -> None:
         assert report.macs_executed <= 0.8 * report.macs_before
 
 
+def test_a_layer_behind_a_split_is_not_cut_off() -> None:
+    """One half of the channels matters little, but the layer that reads it does."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        one, other = F.relu(net.first(x)).chunk(2, 1)
+        return net.last(torch.cat([F.relu(net.one(one)), F.relu(net.other(other))], 1))
+
+    halves = {name: nn.Conv2d(8, 8, 3, padding=1) for name in ("one", "other")}
+    model = Called(function, first=nn.Conv2d(3, 16, 3, padding=1), **halves, last=nn.Conv2d(16, 10, 3))
+    with torch.no_grad():
+        model.first.weight[:8] *= 1e-4
+    _, report = sparsity.shrink_to(model, IMAGES_OF_8, macs=0.3, importance="norm", granularity="filters")
+    assert all(layer.filters_after > 0 and layer.channels_after > 0 for layer in report.layers)
+    assert report.macs_executed <= 0.3 * report.macs_before
+
+
 def test_a_layer_that_nothing_reads() -> None:
     def function(net: Any, x: Tensor) -> Tensor:
         x = F.relu(net.first(x))
