@@ -156,8 +156,10 @@ class Budget:
                 self._penalty.adjust(self._share_at(self.steps + every), every)
         elif due:
             self._masks.restore()
-            self._hold(_by_the_first_process(self._due))
-            self._masks.cut()
+            try:
+                self._hold(_by_the_first_process(self._due))
+            finally:
+                self._masks.cut()
         if self.steps >= self.end:
             self._masks.removed.clear()
         self._masks.apply()

@@ -121,6 +121,20 @@ def test_resumed_is_uninterrupted(method: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+def test_after_an_error_what_was_removed_is_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no choice")
+
+    model, optimizer, budget = controlled("plain")
+    train(model, optimizer, budget, 8, seed=1)
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(budget, "_due", fail)
+    with pytest.raises(RuntimeError, match="no choice"):
+        for _ in range(4):
+            budget.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_longer_training_does_not_reopen_a_budget_that_has_ended() -> None:
     model, optimizer, budget = controlled("plain")
     train(model, optimizer, budget, 14, seed=1)
