@@ -59,7 +59,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         for step in range(steps):
             way = x.detach() - baselines[step % len(baselines)]
             point = (x.detach() - (1 - (step + 0.5) / steps) * way).requires_grad_()
-            logits = of_targets(model(point), x, targets)
+            logits = of_targets(model(point.clone()), x, targets)  # the model may write to its input
             (gradient,) = torch.autograd.grad(logits.sum(), point)
             total += gradient * way
     return total / steps

@@ -142,7 +142,8 @@ def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[Tensor]:
     """Yield each batch's contribution to the mean loss over all samples."""
     count = sum(len(targets) for _, targets in data)
     for inputs, targets in data:
-        yield loss(model(inputs), targets) * (len(targets) / count)
+        own = inputs.clone() if isinstance(inputs, Tensor) else inputs  # the model may write to its input
+        yield loss(model(own), targets) * (len(targets) / count)
 
 
 def _hessian_product(

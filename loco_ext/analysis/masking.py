@@ -19,7 +19,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
         kept: ``"local"`` keeps the blocks inside of the kernels' receptive fields, ``"off-local"`` those outside.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or computes the weight of such a layer.
         ValueError: ``kept`` is unknown, or the model has no such layers.
         RuntimeError: on exit, if a layer was grown or pruned inside; its masked blocks are lost.
 
@@ -41,6 +41,9 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     ]
     if not layers:
         raise ValueError("model: expected locally connected layers in it, got none")
+    for layer in layers:
+        if type(layer.weight) is not nn.Parameter:
+            raise TypeError(f"model: expected layers whose weight is a parameter, got a {type(layer.weight).__name__}")
     masked = []
     for layer in layers:
         pattern, values = layer.pattern.to("cpu"), layer.weight.detach()

@@ -52,13 +52,13 @@ def permutation_importance(
     generator = torch.Generator().manual_seed(seed)
     found = torch.zeros(len(units), dtype=torch.float64)
     with measuring(model, x.device), torch.no_grad():
-        whole = of_targets(model(x), x, targets).double()
+        whole = of_targets(model(x.clone()), x, targets).double()  # the model may write to its input
         for place, (channel, row, column) in enumerate(units.tolist()):
             changed, sums, squares = x.clone(), torch.zeros_like(whole), torch.zeros_like(whole)
             for _ in range(draws):
                 others = torch.randint(len(x), (len(x),), generator=generator).to(x.device)
                 changed[:, channel, row, column] = x[others, channel, row, column]
-                difference = of_targets(model(changed), x, targets) - whole
+                difference = of_targets(model(changed.clone()), x, targets) - whole
                 sums += difference
                 squares += difference.square()
             found[place] = ((sums.square() - squares) / (draws * (draws - 1))).mean()
@@ -94,7 +94,7 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     check_classifier(model, x, targets)
     images = x.detach().clone().requires_grad_()
     with measuring(model, x.device):
-        (gradient,) = torch.autograd.grad(of_targets(model(images), x, targets).sum(), images)
+        (gradient,) = torch.autograd.grad(of_targets(model(images.clone()), x, targets).sum(), images)
     variances = x.detach().double().var(0, correction=0)
     return (variances * gradient.double().square().mean(0)).cpu()
 

@@ -122,6 +122,12 @@ def _remove_parametrizations(module: nn.Module) -> None:
             module.register_buffer(name, value)
 
 
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs hooks other than those that compute its weights."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(isinstance(hook, prune.BasePruningMethod | SpectralNorm | WeightNorm) for hook in hooks)
+
+
 def _hooks(module: nn.Module) -> dict[str, Any]:
     """Return the hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
     hooks = module._forward_pre_hooks.values()

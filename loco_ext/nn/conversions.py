@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.geometry.conv import Ints
-from loco_ext.nn.computed import weight_of
+from loco_ext.nn.computed import has_foreign_hooks, weight_of
 from loco_ext.nn.embedding import embed, kernel_weight, project, weight_by_tap
 
 if TYPE_CHECKING:
@@ -26,11 +26,14 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
     conv_class = getattr(nn, f"Conv{layer_class.axes}d")
     if not isinstance(conv, conv_class):
         raise TypeError(f"conv: expected an nn.{conv_class.__name__}, got {type(conv).__name__}")
-    if any(getattr(type(conv), name) is not getattr(conv_class, name) for name in ("forward", "_conv_forward")):
-        raise TypeError(f"conv: expected what computes as nn.{conv_class.__name__}, got {type(conv).__name__}")
+    for name in ("forward", "_conv_forward"):
+        if getattr(type(conv), name) is not getattr(conv_class, name) or name in vars(conv):
+            raise TypeError(f"conv: expected what computes as nn.{conv_class.__name__}, got {type(conv).__name__}")
     weight = weight_of(conv)
     if isinstance(weight, UninitializedParameter):
         raise TypeError(f"conv: expected an initialised module, got a {type(conv).__name__} that has not run yet")
+    if has_foreign_hooks(conv):
+        raise TypeError(f"conv: expected an nn.{conv_class.__name__} without forward hooks, got one with some")
     layer = nn.utils.skip_init(
         layer_class,
         *(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation),
@@ -40,10 +43,18 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
         input_size=input_size,
     )
     layer.weight.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
-    layer.weight.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # a computed weight trains
+    layer.weight.requires_grad_(_trains(conv, "weight"))
     if conv.bias is not None:
-        layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
+        layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(_trains(conv, "bias"))
     return layer.train(conv.training)
+
+
+def _trains(module: nn.Module, name: str) -> bool:
+    """Return whether a tensor of a module requires a gradient, or a parameter from which it is computed."""
+    own = module._parameters.get(name)
+    if own is not None:
+        return own.requires_grad
+    return any(parameter.requires_grad for key, parameter in module.named_parameters() if name in key)
 
 
 @torch.no_grad()
@@ -52,7 +63,8 @@ def to_conv(layer: LocallyConnectedNd) -> nn.Module:
     weight, bias, geometry = layer.weight, layer.bias, layer.pattern.conv
     assert geometry is not None
     even = all(before == after for before, after in geometry.padding) or layer.padding == "same"
-    conv = getattr(nn, f"Conv{layer.axes}d")(
+    conv = nn.utils.skip_init(
+        getattr(nn, f"Conv{layer.axes}d"),
         *(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding if even else 0),
         *(layer.dilation, layer.groups, bias is not None, layer.padding_mode if even else "zeros"),
         dtype=weight.dtype,

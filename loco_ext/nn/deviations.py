@@ -1,7 +1,7 @@
 """Distance of locally connected layers from convolutions."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,21 +60,38 @@ def deviation(model: nn.Module) -> Deviation:
     """
     check_module("model", model)
     total = sum(_square(parameter) for parameter in model.parameters())
-    layers = [module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)]
-    squares = [_squares(layer.weight, layer.bias, layer.pattern) for layer in layers]  # type: ignore[arg-type]
+    layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "pattern", None), BlockPattern)]
+    weights = {id(layer.weight): (layer.weight, layer.pattern) for layer in layers}  # tied ones count once
+    biases = {id(layer.bias): layer.bias for layer in layers if layer.bias is not None}
+    squares = [_squares(*each) for each in weights.values()] + [(0.0, _unshared(each)) for each in biases.values()]
     off_local, unshared = (math.fsum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
     return Deviation(*(math.sqrt(part / total) if total else 0.0 for part in (off_local, unshared)))
 
 
 @torch.no_grad()
-def _squares(weight: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
+def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
     """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
     by_block = torch.linalg.vector_norm(weight, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
     exact = torch.promote_types(weight.dtype, torch.float32)
-    unshared = _square(embed(project(weight, pattern).to(exact), pattern).sub_(weight))
-    if bias is not None:
-        unshared += _square(bias.double() - bias.mean(0, dtype=torch.float64))
+    kernel = project(weight, pattern).to(exact)
+    unshared = _square(embed(kernel, pattern).sub_(weight)) + _square_of_pruned(kernel, pattern)
     return by_block[~pattern.local_mask()].sum().item(), unshared
+
+
+def _square_of_pruned(kernel: Tensor, pattern: BlockPattern) -> float:
+    """Return the squared norm of the convolution's blocks that the pattern lacks, which are zeros in the layer."""
+    conv = pattern.conv
+    assert conv is not None
+    options = conv.stride, conv.padding, conv.dilation, conv.padding_mode
+    whole = BlockPattern.from_conv(conv.input_size, conv.kernel_size, *options).to(kernel.device)
+    _, own, its = pattern.union(whole)
+    pruned = torch.isin(its, own, invert=True)
+    return _square(embed(kernel, whole)[pruned]) if pruned.any() else 0.0
+
+
+@torch.no_grad()
+def _unshared(bias: Tensor) -> float:
+    return _square(bias.double() - bias.mean(0, dtype=torch.float64))
 
 
 def _square(tensor: Tensor) -> float:

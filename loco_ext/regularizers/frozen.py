@@ -56,12 +56,17 @@ class FrozenNetwork:
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         _check_parametrizations(model)
+        buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+        devices = {tensor.device for tensor in (*model.parameters(), *buffers) if tensor.is_cuda}
         try:
-            with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
+            # Compiled parts of it run eagerly.
+            with torch.random.fork_rng(devices), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
                 self.graph = trace(model, _is_leaf, _defaults(model))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error
+        finally:
+            _restore(buffers)
         self.modules: Mapping[str, nn.Module] = dict(self.graph.named_modules())
         inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         self.input = inputs[0]
@@ -100,6 +105,14 @@ class FrozenNetwork:
             self.bending[node] = bending
         elif affine is not None:
             self.affine[node] = affine
+
+
+@torch.no_grad()
+def _restore(buffers: Mapping[Tensor, Tensor]) -> None:
+    """Give buffers their values before the trace, in which the model's own code may have changed them."""
+    for buffer, before in buffers.items():
+        if not torch.equal(buffer, before):
+            buffer.copy_(before)
 
 
 def _check_parametrizations(model: nn.Module) -> None:

@@ -83,7 +83,7 @@ def _squares(model: nn.Module, x: Tensor, expectation: str, uniform: Tensor) -> 
     if expectation == "sampled":
         return input_gradients(model, x, None, uniform).g.double().square().sum(0)
     with torch.no_grad():
-        classes = model(x).shape[-1]
+        classes = model(x.clone()).shape[-1]  # the model may write to its input
     total = x.new_zeros(x.shape[1:], dtype=torch.float64)
     for k in range(classes):
         found = input_gradients(model, x, k)

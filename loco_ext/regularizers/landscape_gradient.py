@@ -47,7 +47,7 @@ def landscape_gradient(
     if exact:
         restart()
         with torch.no_grad():
-            logits = model(x[:1])
+            logits = model(x[:1].clone())  # the model may write to its input
         check_logits(logits, x[:1])
         count = logits.shape[1]
     pieces = [
@@ -75,7 +75,7 @@ def landscape_gradient(
         for i, chunk in enumerate(chunks):
             restart()
             by_class = torch.stack(c[i * count : (i + 1) * count], 1)  # [N, classes]
-            probable = (model(chunk).double().softmax(1) * by_class).sum() / len(x)
+            probable = (model(chunk.clone()).double().softmax(1) * by_class).sum() / len(x)
             total.add(torch.autograd.grad(probable, parameters, allow_unused=True))
     return loss.detach(), total.parts
 

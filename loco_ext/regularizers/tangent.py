@@ -38,13 +38,15 @@ _RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: Tru
 class TangentRoute:
     """The tangent route to the parameters' gradient; see :mod:`loco_ext.regularizers.routes`.
 
-    It finds out whether layers have to keep their inputs, and remembers it for the next calls. Models with activation
-    checkpoints take the double backward: the forward passes that checkpoints repeat would call torch's own layers.
+    It finds out whether layers have to keep their inputs, and remembers it for the next calls. Some models take the
+    double backward: those with activation checkpoints, whose repeated forward passes would call torch's own layers,
+    those with weights that depend on the input, and those that write to a result that only torch's own functions need
+    no more.
     """
 
     def __init__(self) -> None:
         self._keep_inputs = False
-        self._has_checkpoints = False
+        self._is_unsuited = False
 
     def __call__(
         self,
@@ -55,14 +57,16 @@ class TangentRoute:
         uniform: Tensor | None,
     ) -> tuple[InputGradients, Pull]:
         """Return the input gradients, and the function that pulls back their factors."""
-        if self._has_checkpoints:
+        if self._is_unsuited:
             return double_backward(model, parameters, x, classes, uniform)
         passes = _Passes(self._keep_inputs)
         try:
             with _LayersReplaced(passes):
                 found = input_gradients(model, x, classes, uniform, graph=True)
-        except CheckpointError:
-            self._has_checkpoints = True
+        except (CheckpointError, _WeightOfInputError, RuntimeError) as error:
+            if type(error) is RuntimeError and "modified by an inplace operation" not in str(error):
+                raise
+            self._is_unsuited = True
             return self(model, parameters, x, classes, uniform)
         passes.forward_is_over = True
 
@@ -81,6 +85,10 @@ class TangentRoute:
 
 class _InputsNeeded(Exception):
     """The gradient depends on the forward pass, but layers have not kept their inputs."""
+
+
+class _WeightOfInputError(Exception):
+    """A layer's weight or shift depends on the network's input."""
 
 
 @dataclass
@@ -281,6 +289,7 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.passes, ctx.layer, ctx.shape = passes, layer, x.shape
+        ctx.makers = [each.grad_fn for each in (weight, shift) if each is not None and each.grad_fn is not None]
         ctx.save_for_backward(weight, x if passes.keep_inputs else None)
         return layer.value(x, weight, shift)
 
@@ -291,6 +300,8 @@ class _Layer(torch.autograd.Function):
         weight, x = ctx.saved_tensors
         to_input = _ToInput.apply(ctx.layer, delta, weight, ctx.shape) if ctx.needs_input_grad[2] else None
         if not ctx.passes.forward_is_over:
+            if any(map(torch._C._will_engine_execute_node, ctx.makers)):
+                raise _WeightOfInputError
             return None, None, to_input, None, None
         if x is None and ctx.needs_input_grad[3]:
             raise _InputsNeeded

@@ -240,6 +240,10 @@ def test_masking_refuses_what_has_no_blocks():
     with pytest.raises(ValueError, match="model: expected locally"), analysis.only_blocks(nn.ReLU(), "local"):
         pass
     layer = loco_nn.LocallyConnected2d(1, 1, 1, input_size=2)
+    computed = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer))
+    said = "model: expected layers whose weight is a parameter, got a Tensor"
+    with pytest.raises(TypeError, match=said), analysis.only_blocks(computed, "local"):
+        pass
     said = "kept: expected one of 'local', 'off-local', got 'remote'"
     with pytest.raises(ValueError, match=said), analysis.only_blocks(layer, "remote"):
         pass

@@ -5,8 +5,15 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from loco_ext.analysis import gradient_importance, permutation_importance
+from loco_ext.analysis import (
+    gradient_importance,
+    gradient_norm,
+    integrated_gradients,
+    permutation_importance,
+    top_hessian_eigenvalue,
+)
 from tests.tolerances import STANDARD_ERRORS, ULPS
 
 F64 = torch.float64
@@ -61,6 +68,31 @@ def test_the_lemma_is_exact_for_a_linear_network():
     model.eval()
     expected = [exact(model, x, targets, unit) for unit in itertools.product(range(2), range(3), range(4))]
     torch.testing.assert_close(found.flatten(), torch.tensor(expected, dtype=F64), **CLOSE)
+
+
+class Normalised(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x):
+        return x.sub_(0.5).div_(0.25) if self.in_place else (x - 0.5) / 0.25
+
+
+def test_models_that_write_to_their_input_are_measured_like_others():
+    x, targets = images()
+    before, rest = x.clone(), network(nn.Tanh())
+    measures = {
+        "permutation": lambda model: permutation_importance(model, x, targets, UNITS),
+        "gradient": lambda model: gradient_importance(model, x, targets),
+        "integrated": lambda model: integrated_gradients(model, x, targets, torch.zeros_like(x), steps=7),
+        "norm": lambda model: gradient_norm(model, cross_entropy, [(x, targets)]),
+        "eigenvalue": lambda model: top_hessian_eigenvalue(model, cross_entropy, [(x, targets)], iterations=3).value,
+    }
+    for name, measure in measures.items():
+        one, other = (measure(nn.Sequential(Normalised(in_place), rest)) for in_place in (True, False))
+        torch.testing.assert_close(one, other, msg=name)
+        assert torch.equal(x, before), name
 
 
 @pytest.mark.parametrize(

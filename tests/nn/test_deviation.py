@@ -78,6 +78,19 @@ def test_pruned_blocks_count_as_zeros():
     torch.testing.assert_close(layer.grow(1).prune(radius=0).weight[: len(whole.weight)], whole.weight)
 
 
+def test_pruned_blocks_are_zeros_apart_from_the_convolution_and_tied_weights_count_once():
+    layer = LocallyConnected2d(1, 1, 3, padding=1, bias=False, input_size=(4, 5), dtype=torch.float64)
+    layer.prune(torch.rand(layer.pattern.nnz) < 0.5)
+    dense = layer.to_dense().weight
+    nearest = LocallyConnected2d.from_conv(layer.to_conv(), (4, 5)).to_dense().weight
+    expected = torch.linalg.vector_norm(dense - nearest) / torch.linalg.vector_norm(dense)
+    assert layer.deviation().delta_sharing == pytest.approx(expected.item())
+    one, other = (LocallyConnected2d(2, 2, 3, padding=1, bias=False, input_size=5).grow(5) for _ in range(2))
+    one.reset_parameters("linear")
+    other.weight = one.weight
+    assert deviation(nn.Sequential(one, other)) == one.deviation()
+
+
 def test_deviations_of_models():
     local = LocallyConnected2d(2, 3, 3, input_size=6)
     model = nn.Sequential(local, nn.Flatten(), nn.Linear(48, 4))

@@ -333,3 +333,51 @@ def test_only_convolutions_of_as_many_axes_are_taken(layer_class):
         LocallyConnected2d.from_conv(Standardised(1, 1, 3), 5)
     with pytest.raises(TypeError, match=r"conv: expected an initialised module, got a LazyConv2d"):
         LocallyConnected2d.from_conv(nn.LazyConv2d(3, 3), 5)
+    replaced, hooked = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)
+    replaced.forward = lambda x: x
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Conv2d"):
+        LocallyConnected2d.from_conv(replaced, 5)
+    with pytest.raises(TypeError, match=r"conv: expected an nn.Conv2d without forward hooks, got one with some"):
+        LocallyConnected2d.from_conv(hooked, 5)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_computed_weights_and_biases_train_if_their_parameters_do(trains):
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
+    nn.utils.parametrize.register_parametrization(conv, "bias", Doubled())
+    conv.requires_grad_(trains)
+    layer = LocallyConnected2d.from_conv(conv, 5)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (trains, trains)
+    x = torch.randn(2, 2, 5, 5)
+    torch.testing.assert_close(layer(x), conv(x))
+
+
+@pytest.mark.parametrize("how", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_layer_whose_weight_is_computed_loads_its_own_state_and_no_other(how):
+    def made(radius):
+        layer = LocallyConnected2d(2, 2, 3, padding=1, input_size=5).grow(radius)
+        layer.reset_parameters("linear")
+        return how(layer)
+
+    layer, same, other, x = made(1), made(1), made(2), torch.randn(1, 2, 5, 5)
+    same.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(same(x), layer(x))
+    before = layer(x)
+    with pytest.raises(RuntimeError, match="expected its own blocks, as its weight is computed"):
+        layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), before)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*bias"):
+        layer.load_state_dict({name: value for name, value in same.state_dict().items() if name != "bias"})
+
+
+def test_a_convolution_is_made_without_random_numbers():
+    layer = LocallyConnected2d(2, 2, 3, input_size=5)
+    state = torch.get_rng_state()
+    layer.to_conv()
+    assert torch.equal(torch.get_rng_state(), state)

@@ -75,6 +75,36 @@ class Attention(nn.Module):
         return self.linear(self.encoder(self.patches(x).flatten(2).mT).mean(1))
 
 
+class Siamese(nn.Module):
+    """A network that convolves with kernels that it makes of the images, and scales by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Conv2d(3, 4, 3), nn.Linear(3, 1)
+        self.places, self.linear = nn.Parameter(torch.randn(1, 4, 6, 6)), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = F.avg_pool2d(self.first(x).relu(), 2)  # [N, 4, 3, 3]
+        y = F.conv2d(self.places.repeat(1, len(x), 1, 1), kernels, groups=len(x))  # [1, N, 4, 4]
+        scale = self.scale(x.mean((2, 3))).squeeze(1)
+        y = F.batch_norm(y, torch.zeros_like(scale), torch.ones_like(scale), scale, scale)
+        return self.linear(y.view(len(x), 16))
+
+
+class Overwriting(nn.Module):
+    """A network that writes to its input, and to results of which torch's own functions keep the inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(144, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.sub_(0.5).div_(0.25))
+        y = F.leaky_relu(x, 0.1)
+        y += x
+        return self.linear(y.flatten(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, CLASSES)),
     "batch norm and pooling": batch_norm_and_pooling,
@@ -82,6 +112,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "smooth": lambda: Residual(F.gelu),
     "checkpointed": Checkpointed,
     "attention": Attention,
+    "siamese": Siamese,
+    "overwriting": Overwriting,
 }
 
 

@@ -14,8 +14,8 @@ def brute_force(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the exact landscape from the Jacobian of each image."""
     total = 0
     for image in x:
-        jacobian = torch.autograd.functional.jacobian(lambda i: model(i[None])[0], image)  # [classes, C, H, W]
-        total = total + (model(image[None]).softmax(1).view(-1, 1, 1, 1) * jacobian**2).sum(0)
+        jacobian = torch.autograd.functional.jacobian(lambda i: model(i[None] * 1)[0], image)  # [classes, C, H, W]
+        total = total + (model(image[None] * 1).softmax(1).view(-1, 1, 1, 1) * jacobian**2).sum(0)
     n = total.detach().norm(dim=0)
     return n / n.norm() * n.numel() ** 0.5
 

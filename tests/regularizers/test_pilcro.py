@@ -91,6 +91,7 @@ def test_piecewise_linear_networks_go_through_no_forward_pass_again():
         pilcro(make(name), images())
         assert isinstance(pilcro._route, TangentRoute)
         assert pilcro._route._keep_inputs == (name in ("smooth", "attention"))
+        assert pilcro._route._is_unsuited == (name in ("checkpointed", "siamese", "overwriting"))
 
 
 def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():
