@@ -62,6 +62,8 @@ def run(
     if teacher is not None:
         options.setdefault("distillation", WEIGHT)
     setting = from_preset(preset, **options)
+    if setting.penalty is not None and setting.strength == 0:
+        raise SettingsError(f"strength: expected more than 0 with a penalty, got {setting.strength}")
     milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None
     if milestones is not None and setting.schedule == "steps":
         setting = replace(setting, milestones=milestones)

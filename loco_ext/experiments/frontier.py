@@ -37,10 +37,12 @@ from loco_ext.experiments.records import begin
 from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
+from loco_ext.fx.modules import put
 from loco_ext.option_parsers import MOST, separated
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
+from loco_ext.sparsity.folded_norms import convolutions_and_norms
 from loco_ext.sparsity.frontier import Frontier
 
 LOSS_SAMPLES = 1000  # training samples on which alpha_max is estimated
@@ -224,6 +226,7 @@ class _Path:
                 refit=self.refit if settings.refit_epochs else None,
                 path=settings.path,
                 taus=settings.taus if settings.method == "subgradient" else (0.0,),
+                folded=settings.method == "subgradient" and settings.batch_norm == "scaled",
                 latency=settings.latency,
                 folder=self.out / f"path-{self.width:g}",
             )
@@ -256,14 +259,17 @@ class _Path:
 
 
 def fold(model: nn.Module) -> None:
-    """Fold each batch norm that follows a convolution into it, in place; evaluation computes the same function."""
+    """Fold each batch norm that reads a convolution alone into it, in place; evaluation computes the same function.
+
+    Raises:
+        ValueError: torch.fx cannot trace the model.
+    """
     model.eval()
-    for parent in list(model.modules()):
-        children = list(parent.named_children())
-        for (name, module), (behind, norm) in itertools.pairwise(children):
-            if isinstance(module, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-                setattr(parent, name, fuse_conv_bn_eval(module, norm))
-                setattr(parent, behind, nn.Identity())
+    names = {module: name for name, module in model.named_modules()}
+    for name, (convolution, norm) in convolutions_and_norms(model).items():
+        if norm is not None:
+            put(model, name, fuse_conv_bn_eval(convolution, norm))
+            put(model, names[norm], nn.Identity())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

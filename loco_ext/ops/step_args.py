@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +21,11 @@ class Rule(NamedTuple):
     states: tuple[str, ...]  # of a parameter, as an optimizer's state names them, in order
     optional: str  # the option without which there is no last state
     counts_steps: bool
+
+    def takes(self, row: Sequence[float]) -> bool:
+        """Return whether these are values of the columns for which nothing has to be checked."""
+        usual = len(row) == len(self.columns) and all([0 <= number < math.inf for number in row])
+        return usual and not (self.counts_steps and (row[2] >= 1 or row[3] >= 1))  # Adam's betas
 
 
 SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffer",), "momentum", False)

@@ -9,7 +9,7 @@ applied.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,12 @@ from loco_ext.reference.optim_step import prox_size
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
+
+
+def _check_hyper_of(groups: Sequence[Group]) -> None:
+    """Raise if a hyper-parameter of one of the groups is unusable, as they may be changed between steps."""
+    for group in groups:
+        check_hyper(group)
 
 
 def as_hyper(rows: list[list[float]]) -> Tensor:
@@ -256,7 +262,15 @@ class LocalityOptimizer(Optimizer):
         places = iter(range(len(batch.lrs)))
         batch.lr_index = [-1 if lr is None else next(places) for lr in lrs] if batch.lrs else []
         pairs = zip(groups, lrs, strict=True)
-        return [[float(group["lr"]) if lr is None else 0.0, *map(float, self._hyper(group))] for group, lr in pairs]
+        try:
+            rows = [[float(group["lr"]) if lr is None else 0.0, *map(float, self._hyper(group))] for group, lr in pairs]
+            usual = all([self._rule.takes(row) for row in rows])
+        except (TypeError, ValueError):
+            _check_hyper_of(groups)
+            raise
+        if not usual:
+            _check_hyper_of(groups)
+        return rows
 
     def _batch(self, group: Group, device: str, batches: dict[object, Batch]) -> Batch:
         """Return the one of ``batches`` for parameters of the group on a device; if there is none, add an empty one."""
@@ -346,6 +360,8 @@ class LocalityOptimizer(Optimizer):
             for key in (*OWN_DEFAULTS, *_IMPLEMENTATION_KEYS):
                 if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
                     group[key] = old.get(key, OWN_DEFAULTS.get(key))
+            for key, value in old.items():
+                group.setdefault(key, value)
             group["locality"] = as_tuples(group["locality"])
             group["penalty"] = from_plain(group["penalty"], old.get("penalty"))
         super().__setstate__(state)

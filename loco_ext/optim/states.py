@@ -18,6 +18,7 @@ from loco_ext.optim.options import Group, uses_kernels
 from loco_ext.optim.plan import Batch, check_not_captured, extend
 
 _MOMENTS = (*SGD.states, *ADAM.states)
+_NEEDED = ("step", *ADAM.states[:2])  # Adam's states, all of which or none a parameter has
 
 
 def state_dtype(param: Tensor, group: Group) -> torch.dtype:
@@ -39,6 +40,8 @@ def add_states(batch: Batch, group: Group, params: list[Tensor], states: Mapping
         if name == "momentum_buffer":
             extend(batch.first, 0, len(tensors), [int(tensor is None) for tensor in more] if new else [], len(more))
         for i in new:
+            if owned[i] and name in _NEEDED:
+                raise KeyError(f"state: expected {', '.join(_NEEDED)} of a parameter, got only {', '.join(owned[i])}")
             more[i] = _new_state(name, params[i], group)
         if name == "step" and uses_kernels(group, params[0]) and not all([count.is_cuda for count in more]):
             check_not_captured(params[0])  # a checkpoint may hold the counts on the CPU
@@ -102,6 +105,8 @@ def check_states(groups: list[Group], loaded: Mapping[str, Any]) -> None:
             state = states.get(key, {})
             if not isinstance(state, Mapping):
                 raise TypeError(f"state[{key!r}]: expected a dict of states by name, got {type(state).__name__}")
+            if state and "betas" in group and (missing := [name for name in _NEEDED if name not in state]):
+                raise ValueError(f"state[{key!r}]: expected {', '.join(_NEEDED)}, got none of {', '.join(missing)}")
             for name, value in state.items():
                 if name == "step":
                     _check_step(f"state[{key!r}]['step']", value)

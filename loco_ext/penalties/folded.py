@@ -30,8 +30,9 @@ class FoldedPenalty(Penalty):
     ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to ``||k||``, its gradient for gamma is
     ``strength * Omega(k) / sigma``, and its gradient for ``k`` has no part along ``k``. Where both balance the
     gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``, which is the optimality
-    condition for the sum of loss and penalty. This is exact if the convolution's inputs are white, or if the norm is in
-    evaluation mode; otherwise sigma also depends on the direction of ``k``, which the penalty ignores.
+    condition for the sum of loss and penalty. This is exact if the convolution's inputs are white; otherwise sigma also
+    depends on the direction of ``k``, which the penalty ignores. While the norm is in evaluation mode, sigma does not
+    depend on ``k`` at all: the loss then has a gradient along ``k`` too, and training ends near the minimum.
 
     Rings that vanish are zeros in ``k``. A filter that vanishes is a zero in gamma; its ``k`` keeps its direction, so
     that the filter can come back when the loss requires it. (:func:`zero_dead_filters` clears ``k`` after training.)

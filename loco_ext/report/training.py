@@ -137,7 +137,8 @@ def filters(run: Run) -> list[Plot]:
     first = [name for name, weight in ordered.items() if weight.shape[1] == channels]
     plots = [_filters(run, first[0], ordered[first[0]])] if first else []
     kind = run.settings.get("kind", "half")
-    sizes = {name: kernel_sizes(weight, kind).tolist() for name, weight in ordered.items()}
+    odd = {name: all(size % 2 for size in weight.shape[2:]) for name, weight in ordered.items()}
+    sizes = {name: kernel_sizes(w, kind if odd[name] else "half").tolist() for name, w in ordered.items()}
     if any(len(set(found)) > 1 or 0 in found for found in sizes.values()):
         plots.append(_sizes(run, {name.removesuffix(".weight"): Counter(map(str, sizes[name])) for name in sizes}))
     return plots

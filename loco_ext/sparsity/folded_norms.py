@@ -49,7 +49,7 @@ def folded_penalties(model: nn.Module, penalty: GroupPenalty) -> dict[str, Group
         raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     return {
         name: penalty if norm is None else FoldedPenalty(penalty, norm)
-        for name, (_, norm) in _convolutions_and_norms(model).items()
+        for name, (_, norm) in convolutions_and_norms(model).items()
     }
 
 
@@ -82,7 +82,7 @@ def zero_dead_filters(model: nn.Module) -> int:
     """
     dead = {
         name: (convolution, norm.weight == 0)
-        for name, (convolution, norm) in _convolutions_and_norms(model).items()
+        for name, (convolution, norm) in convolutions_and_norms(model).items()
         if norm is not None
     }
     for name, (convolution, filters) in dead.items():
@@ -94,7 +94,7 @@ def zero_dead_filters(model: nn.Module) -> int:
     return sum(int(filters.sum()) for _, filters in dead.values())
 
 
-def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
+def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
     """Return each Conv module that the model runs, by name, with its batch norm.
 
     The batch norm has a weight and running statistics and takes the output of this convolution only; None if there is
@@ -124,7 +124,7 @@ def _owner(module: _ConvNd) -> int:
 
 def _batch_norm_after(graph: fx.GraphModule, node: fx.Node) -> _BatchNorm | None:
     """Return the batch norm, with weight and running statistics, that is the only user of the node, or None."""
-    (user, *others) = node.users
+    (user, *others) = node.users or [node]  # which is no batch norm
     module = None if others or user.op != "call_module" else graph.get_submodule(str(user.target))
     if not isinstance(module, _BatchNorm) or module.running_var is None or module.weight is None:
         return None

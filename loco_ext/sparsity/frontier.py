@@ -22,7 +22,7 @@ from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
-from loco_ext.sparsity.folded_norms import zero_dead_filters
+from loco_ext.sparsity.folded_norms import folded_penalties, zero_dead_filters
 from loco_ext.sparsity.former_names import PRESENT_NAMES, FormerNames
 
 PATHS = ("dense", "up", "down")
@@ -112,6 +112,7 @@ def frontier(
     refit: Refit | None = None,
     path: str = "dense",
     taus: Sequence[float] = (0.0,),
+    folded: bool = False,
     latency: bool = False,
     folder: Path | None = None,
 ) -> Frontier:
@@ -147,6 +148,8 @@ def frontier(
         path: one of the three ways above.
         taus: one point for each: groups of at most this norm are set to zero after training (eqs. 15 and 23), which
             penalties that are part of the loss need. The exact prox needs none: 0.
+        folded: whether ``fit`` penalises filters times the scale of the batch norm behind them
+            (:func:`folded_penalties`), so that the norms of ``taus`` are theirs.
         latency: whether to measure the seconds that each network takes for the example, before and after compaction.
         folder: folder for finished points, if any; a call with the same arguments resumes from them. The weights of
             point 3, before any tau, are in ``point-03.pt``.
@@ -196,6 +199,7 @@ def frontier(
         "penalty": [type(penalty).__name__, *astuple(replace(penalty, strength=1.0))],
         "strengths": None if strengths is None else sorted(map(float, strengths)),
         **{"points": points, "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
+        **({"folded": True} if folded else {}),
     }
     with nullcontext() if folder is None else owned(folder):
         store.begin(definition)
@@ -204,10 +208,10 @@ def frontier(
             trials = _search(model, fit, penalty, loss, store)
             largest = min(strength for strength, empty in trials if empty)
             strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
-        found = _Measure(evaluate, None, example_inputs, latency, store)(
+        found = _Measure(evaluate, None, example_inputs, folded, latency, store)(
             model, replace(penalty, strength=0.0), 0.0, "model"
         )
-        measure = _Measure(evaluate, refit, example_inputs, latency, store)
+        measure = _Measure(evaluate, refit, example_inputs, folded, latency, store)
         result = Frontier(
             (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
             path,
@@ -292,6 +296,7 @@ class _Measure:
     evaluate: Evaluate
     refit: Refit | None
     example_inputs: Any
+    folded: bool
     latency: bool
     store: _Store
 
@@ -305,10 +310,11 @@ class _Measure:
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copy.deepcopy(model)
         kernels = {}
+        penalties: dict[str, Any] = folded_penalties(kept, penalty) if self.folded and tau > 0 else {}
         with torch.no_grad():
             for layer, module in convolutions(kept).items():
                 if tau > 0:
-                    module.weight.copy_(penalty.threshold(module.weight, tau))
+                    module.weight.copy_(penalties.get(layer, penalty).threshold(module.weight, tau))
                 sizes = _sizes(penalty, module.weight)
                 kernels[layer] = sizes.bincount(minlength=max(module.kernel_size) + 1).tolist()
         metrics = self._metrics(kept)

@@ -71,6 +71,7 @@ CASES = {
         "--alpha 10": "--alpha: expected 0 without pilcro",
         "--pilcro target": "--alpha: expected more than 0 with pilcro target",
         "--penalty none --strength 0.1": "--strength: expected 0 without a penalty",
+        "--penalty rings": "--strength: expected more than 0 with a penalty, got 0.0",
         "--penalty rings --strength -1": "--strength: expected a finite number, at least 0",
         "--penalty complexity --folded": "--folded: expected False with the penalty complexity",
         "--folded": "--folded: expected False without a penalty",

@@ -140,6 +140,32 @@ def test_folding_leaves_the_outputs_and_scales_the_norms():
     assert norms["weight_norm"] != pytest.approx(norms["effective_norm"])
 
 
+class OtherOrder(nn.Module):
+    """A norm behind a ReLU, one ahead of a convolution, and one right behind its convolution, made in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.first, self.norm2 = nn.BatchNorm2d(4), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.second, self.norm3, self.third = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = self.norm1(self.first(x).relu())
+        return self.norm3(self.third(self.second(self.norm2(x).relu())))
+
+
+def test_only_norms_that_read_a_convolution_alone_are_folded():
+    model, x = OtherOrder(), torch.randn(20, 1, 8, 8)
+    for norm in (model.norm1, model.norm2, model.norm3):
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+    for _ in range(5):
+        model(x)
+    expected = model.eval()(x)
+    frontier.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    kinds = [type(norm) for norm in (model.norm1, model.norm2, model.norm3)]
+    assert kinds == [nn.BatchNorm2d, nn.BatchNorm2d, nn.Identity]
+
+
 def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone():
     model = make_model(quick(model="plain8"), digits())
     x = torch.randn(50, 1, 8, 8)

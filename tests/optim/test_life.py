@@ -6,6 +6,7 @@ For decay maps and penalties, which torch lacks, the other optimizer is the refe
 
 import copy
 import io
+import math
 import random
 from contextlib import nullcontext
 
@@ -556,6 +557,12 @@ def test_more_rings_than_kernels_know_are_refused_at_once(shape):
         ("Adam", {"stochastic_rounding": 3, "foreach": True}, "stochastic_rounding: expected None"),
         ("SGD", {"momentum": 1.0, "penalty": PENALTY}, "momentum: expected less than 1"),
         ("Adam", {"differentiable": True, "penalty": PENALTY}, "penalty: expected None"),
+        ("Adam", {"betas": (1.0, 0.9)}, r"betas\[0\]: expected a number of at least 0 and less than 1, got 1.0"),
+        ("Adam", {"betas": (0.9,)}, "betas: expected .* got"),
+        ("AdamW", {"eps": math.nan}, "eps: expected a finite number of at least 0, got nan"),
+        ("SGD", {"lr": -0.1}, "lr: expected a finite number of at least 0, got -0.1"),
+        ("SGD", {"weight_decay": math.inf}, "weight_decay: expected a finite number of at least 0, got inf"),
+        ("SGD", {"dampening": math.nan}, "dampening: expected a finite number, got nan"),
     ],
 )
 def test_options_set_late_are_checked_as_at_first(name, changes, error):
@@ -577,6 +584,20 @@ def made_in_a_compiled_function(param, options):
 
 
 CONTEXTS = {"fake": FakeTensorMode, "device": lambda: torch.device("meta"), "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_state_that_lost_a_part_is_no_new_one(name):
+    param = nn.Parameter(torch.ones(2, 1, 3))
+    optimizer = stepped(param, name=name)
+    before, lost = param.detach().clone(), optimizer.state[param].pop("exp_avg_sq")
+    with pytest.raises(
+        KeyError, match="state: expected step, exp_avg, exp_avg_sq of a parameter, got only exp_avg, step"
+    ):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.state[param]["exp_avg_sq"] = lost
+    optimizer.step()
 
 
 @pytest.mark.parametrize("first", ["compiled", *CONTEXTS])

@@ -267,6 +267,32 @@ def test_a_damaged_state_is_named_and_nothing_changes(name):
     ours.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("lost", ["step", "exp_avg", "exp_avg_sq"])
+def test_adams_state_is_whole_or_refused(lost):
+    ours = optim.Adam(make_params())
+    train(ours, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    parts = {key: value for key, value in saved["state"][1].items() if key != lost}
+    with pytest.raises(ValueError, match=rf"state\[1\]: expected step, exp_avg, exp_avg_sq, got none of {lost}"):
+        ours.load_state_dict({**saved, "state": {**saved["state"], 1: parts}})
+    assert str(ours.state_dict()) == str(saved)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_a_checkpoints_group_lacks_stays(name):
+    """That of a class with other options, or of a file that somebody has made smaller."""
+    ours, same = (getattr(optim, name)(make_params(), **RICH[name]) for _ in range(2))
+    saved = ours.state_dict()
+    kept = {key: saved["param_groups"][0][key] for key in ("params", "lr")}
+    ours.load_state_dict({"state": {}, "param_groups": [kept]})
+    assert {k: v for k, v in ours.param_groups[0].items() if k != "params"} == {
+        k: v for k, v in same.param_groups[0].items() if k != "params"
+    }
+    train(ours, 2)
+    train(same, 2)
+    assert_same(ours, same)
+
+
 def test_a_load_hook_may_change_states_whatever_their_dtype():
     """The hook's states are loaded, not those of the dict that was passed in."""
     ours = optim.SGD(make_params([(4,)], torch.bfloat16), **RICH["SGD"], state_dtype=torch.float32)

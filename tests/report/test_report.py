@@ -14,10 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from loco_ext.checkpoints import save_weights
 from loco_ext.cli import main
 from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
 from loco_ext.report import content
 from loco_ext.report.page import MARK
+from loco_ext.report.runs import Run
+from loco_ext.report.training import filters
 from loco_ext.version import commit
 
 DIGITS = "--dataset digits --epochs 1"
@@ -290,3 +293,14 @@ def test_the_page_fits_into_the_window_of_a_browser(page, runs, width):
     assert len(found["images"]) == page.html.count("<figure")
     assert min(found["images"]) > 0
     assert found["console"] == []
+
+
+def test_kernels_of_even_sizes_have_sizes_though_the_rings_are_full(tmp_path):
+    weights = {"0.weight": torch.ones(3, 1, 3, 3), "1.weight": torch.ones(2, 3, 2, 2)}
+    weights["1.weight"][0] = 0
+    save_weights(tmp_path / "model.safetensors", weights)
+    run = Run(tmp_path, {"kind": "full"}, {}, {"dataset": {"channels": 1}}, name="run", command="train")
+    *_, sizes = filters(run)
+    (table,) = sizes.tables
+    assert table.headers == ["layer", "0", "2", "3"]
+    assert table.rows == [["0", "0", "0", "3"], ["1", "1", "1", "0"]]

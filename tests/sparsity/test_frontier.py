@@ -237,6 +237,21 @@ def test_taus_threshold_a_copy_of_what_was_trained():
     assert [p.kernels["0"] for p in path.points[:3]] == [[0, 1, 0, 1], [0, 2, 0, 0], [1, 1, 0, 0]]
 
 
+def test_taus_of_a_folded_penalty_are_norms_times_the_scale_of_the_norm_behind():
+    def fit(model, penalty):
+        with torch.no_grad():
+            model[1].weight.copy_(torch.tensor([1e-6, 0.5, 1e-6, 1.0]))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    options = {"example_inputs": torch.randn(4, 1, 6, 6), "strengths": [1.0], "taus": [1e-4]}
+    raw, folded = (
+        sparsity.frontier(model, fit, lambda _: {}, RingPenalty(1.0), **options, folded=folded).points[0].kernels["0"]
+        for folded in (False, True)
+    )
+    assert (raw, folded) == ([0, 0, 0, 4], [2, 0, 0, 2])
+
+
 def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
     """A refit keeps the MACs, and its weights come closer to the minimum than the penalty allows."""
     task = Regression()
