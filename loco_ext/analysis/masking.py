@@ -42,7 +42,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     if not layers:
         raise ValueError("model: expected locally connected layers in it, got none")
     for layer in layers:
-        if type(layer.weight) is not nn.Parameter:
+        if not isinstance(layer.weight, nn.Parameter):
             raise TypeError(f"model: expected layers whose weight is a parameter, got a {type(layer.weight).__name__}")
     masked = []
     for layer in layers:

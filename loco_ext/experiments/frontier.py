@@ -207,6 +207,11 @@ class _Path:
         settings = self.settings
         dense = settings.dense(self.width)
         model = make_model(dense, self.data)
+        if settings.batch_norm == "folded":
+            try:
+                convolutions_and_norms(model)
+            except ValueError as error:
+                raise SettingsError(f"batch_norm: expected scaled or live for this model; {error}") from error
         if settings.dense_epochs:
             run.run(dense, self.data, self.out / f"dense-{self.width:g}", self.processes, resume=True, model=model)
         if settings.batch_norm == "folded":
@@ -259,7 +264,7 @@ class _Path:
 
 
 def fold(model: nn.Module) -> None:
-    """Fold each batch norm that reads a convolution alone into it, in place; evaluation computes the same function.
+    """Fold each batch norm with a scale that reads a convolution alone into it, in place; the function stays.
 
     Raises:
         ValueError: torch.fx cannot trace the model.

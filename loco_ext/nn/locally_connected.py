@@ -310,7 +310,7 @@ class LocallyConnectedNd(nn.Module):
             state_dict[prefix + "weight"] = state_dict.pop(prefix + "values")
         names = [prefix + name for name in _INDICES]
         missing_keys.extend(name for name in names if name not in state_dict)
-        if type(self.weight) is not nn.Parameter:  # computed from others, whose blocks stay
+        if not isinstance(self.weight, nn.Parameter):  # computed from others, whose blocks stay
             given = [state_dict.pop(name, None) for name in names]
             mine = [getattr(self, name) for name in _INDICES]
             if any(its is not None and not torch.equal(its.to(own), own) for its, own in zip(given, mine, strict=True)):

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from loco_ext.ops.penalties import OfStep, StepPenalty
 
+_ROUNDING = 1e-12  # a schedule that ends at 0 may end as far below it
+
 
 class Rule(NamedTuple):
     """An update rule: how the operators know it, and the names of what it takes."""
@@ -22,10 +24,10 @@ class Rule(NamedTuple):
     optional: str  # the option without which there is no last state
     counts_steps: bool
 
-    def takes(self, row: Sequence[float]) -> bool:
-        """Return whether these are values of the columns for which nothing has to be checked."""
-        usual = len(row) == len(self.columns) and all([0 <= number < math.inf for number in row])
-        return usual and not (self.counts_steps and (row[2] >= 1 or row[3] >= 1))  # Adam's betas
+    def are_valid(self, row: Sequence[float]) -> bool:
+        """Return whether these are values of the columns that need no further check; schedulers may round below 0."""
+        valid = len(row) == len(self.columns) and all([-_ROUNDING < number < math.inf for number in row])
+        return valid and not (self.counts_steps and (row[2] >= 1 or row[3] >= 1))  # Adam's betas
 
 
 SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffer",), "momentum", False)

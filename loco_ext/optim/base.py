@@ -264,11 +264,11 @@ class LocalityOptimizer(Optimizer):
         pairs = zip(groups, lrs, strict=True)
         try:
             rows = [[float(group["lr"]) if lr is None else 0.0, *map(float, self._hyper(group))] for group, lr in pairs]
-            usual = all([self._rule.takes(row) for row in rows])
+            valid = all([self._rule.are_valid(row) for row in rows])
         except (TypeError, ValueError):
             _check_hyper_of(groups)
             raise
-        if not usual:
+        if not valid:
             _check_hyper_of(groups)
         return rows
 

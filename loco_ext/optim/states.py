@@ -106,7 +106,7 @@ def check_states(groups: list[Group], loaded: Mapping[str, Any]) -> None:
             if not isinstance(state, Mapping):
                 raise TypeError(f"state[{key!r}]: expected a dict of states by name, got {type(state).__name__}")
             if state and "betas" in group and (missing := [name for name in _NEEDED if name not in state]):
-                raise ValueError(f"state[{key!r}]: expected {', '.join(_NEEDED)}, got none of {', '.join(missing)}")
+                raise ValueError(f"state[{key!r}]: expected {', '.join(_NEEDED)}, got one without {', '.join(missing)}")
             for name, value in state.items():
                 if name == "step":
                     _check_step(f"state[{key!r}]['step']", value)

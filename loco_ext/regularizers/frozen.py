@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,8 @@ class FrozenNetwork:
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         _check_parametrizations(model)
-        buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-        devices = {tensor.device for tensor in (*model.parameters(), *buffers) if tensor.is_cuda}
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
         try:
             # Compiled parts of it run eagerly.
             with torch.random.fork_rng(devices), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
@@ -108,10 +108,10 @@ class FrozenNetwork:
 
 
 @torch.no_grad()
-def _restore(buffers: Mapping[Tensor, Tensor]) -> None:
-    """Give buffers their values before the trace, in which the model's own code may have changed them."""
-    for buffer, before in buffers.items():
-        if not torch.equal(buffer, before):
+def _restore(buffers: Iterable[tuple[Tensor, int, Tensor]]) -> None:
+    """Give buffers their values before the trace, in which the model's own code may have written to them."""
+    for buffer, version, before in buffers:
+        if buffer._version != version:
             buffer.copy_(before)
 
 

@@ -64,7 +64,8 @@ class TangentRoute:
             with _LayersReplaced(passes):
                 found = input_gradients(model, x, classes, uniform, graph=True)
         except (CheckpointError, _WeightOfInputError, RuntimeError) as error:
-            if type(error) is RuntimeError and "modified by an inplace operation" not in str(error):
+            known = isinstance(error, CheckpointError | _WeightOfInputError)
+            if not known and "modified by an inplace operation" not in str(error):
                 raise
             self._is_unsuited = True
             return self(model, parameters, x, classes, uniform)

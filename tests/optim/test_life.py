@@ -586,6 +586,14 @@ def made_in_a_compiled_function(param, options):
 CONTEXTS = {"fake": FakeTensorMode, "device": lambda: torch.device("meta"), "inference": torch.inference_mode}
 
 
+def test_a_schedule_may_round_below_zero():
+    param = nn.Parameter(torch.ones(2, 1, 3))
+    optimizer = stepped(param, name="SGD")
+    for lr in (-2e-19, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_a_state_that_lost_a_part_is_no_new_one(name):
     param = nn.Parameter(torch.ones(2, 1, 3))

@@ -273,7 +273,7 @@ def test_adams_state_is_whole_or_refused(lost):
     train(ours, 2)
     saved = copy.deepcopy(ours.state_dict())
     parts = {key: value for key, value in saved["state"][1].items() if key != lost}
-    with pytest.raises(ValueError, match=rf"state\[1\]: expected step, exp_avg, exp_avg_sq, got none of {lost}"):
+    with pytest.raises(ValueError, match=rf"state\[1\]: expected step, exp_avg, exp_avg_sq, got one without {lost}"):
         ours.load_state_dict({**saved, "state": {**saved["state"], 1: parts}})
     assert str(ours.state_dict()) == str(saved)
 

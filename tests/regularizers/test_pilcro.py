@@ -94,6 +94,24 @@ def test_piecewise_linear_networks_go_through_no_forward_pass_again():
         assert pilcro._route._is_unsuited == (name in ("checkpointed", "siamese", "overwriting"))
 
 
+class OutOfMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(192, CLASSES).double(), True
+
+    def forward(self, x):
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        return self.linear(x.flatten(1))
+
+
+def test_other_errors_of_a_model_change_no_route():
+    model, pilcro = OutOfMemory(), PILCRO()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        pilcro(model, images())
+    assert not pilcro._route._is_unsuited
+
+
 def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():
     model, x = make("plain"), images()
     first = PILCRO(every=3, alpha=2, alpha_scaling="T")

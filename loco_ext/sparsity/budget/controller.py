@@ -201,7 +201,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
-        self.begin, self.end = state.get("begin", self.begin), state.get("end", self.end)
+        self.begin, self.end = self._span(state)
         self._round_to = state.get("round_to", self._roundings[0])
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
@@ -219,7 +219,7 @@ class Budget:
         for name, kind in (_STATE | _ADDED).items():
             if name in state and not isinstance(state[name], kind):
                 raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
-        begin, end = state.get("begin", self.begin), state.get("end", self.end)
+        begin, end = self._span(state)
         bounds = {"steps": 0, "begin": 0, "end": max(1, begin), "round_to": 1}
         for name, least in bounds.items():
             if state.get(name, least) < least:
@@ -254,6 +254,12 @@ class Budget:
             raise ValueError(
                 f"state: expected removed values of shapes {[tuple(shape) for shape in shapes]}, got others"
             )
+
+    def _span(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the begin and the end of a state; of an older one, those of this controller unless it has ended."""
+        steps, ended = state["steps"], state["sizes"] is not None and not state["removed"]
+        end = state.get("end", max(1, min(self.end, steps)) if ended else self.end)
+        return state.get("begin", min(self.begin, end)), end
 
     def _hold(self, sizes: Sizes | None) -> None:
         """Keep filters at these sizes from now on; None leaves them whole."""

@@ -53,10 +53,10 @@ class Report(FormerNames):
 
     Args:
         layers: reports on the layers, in the order in which they run.
-        macs_elsewhere: multiply-accumulates for one sample of all else, as torch counts them: transposed convolutions,
-            layers that are called several times, products of tensors. They count as not made fewer.
         notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
+        macs_elsewhere: multiply-accumulates for one sample of all else, as torch counts them: transposed convolutions,
+            layers that are called several times, products of tensors. They count as not made fewer.
         latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
 
     Example:
@@ -68,12 +68,12 @@ class Report(FormerNames):
     """
 
     layers: list[LayerReport] = field(default_factory=list)
-    macs_elsewhere: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     parameters_before: int = 0
     parameters_after: int = 0
     latency_before: float | None = None
     latency_after: float | None = None
+    macs_elsewhere: int = 0
 
     @property
     def macs_before(self) -> int:

@@ -1,12 +1,14 @@
 """The MACs of a whole model, whatever computes them: torch counts its operators, and this package's blocks here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loco_ext.ops import backends
 from loco_ext.sparsity.compaction.graph import copies
@@ -27,16 +29,37 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
     def look(module: Any, arguments: tuple[Any, ...]) -> None:
         nonlocal samples
         if any(isinstance(x, Tensor) and x.dim() < module.weight.dim() for x in arguments[:1]):
-            samples = 1  # an image without a batch
+            samples = 1  # an image, or a vector, without a batch
 
-    handles = [module.register_forward_pre_hook(look) for module in model.modules() if type(module) in CONVOLUTIONS]
+    layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, nn.Linear))
+    handles = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
-        with FlopCounterMode(display=False, custom_mapping=blocks) as counter, torch.no_grad():
+        with _in_counted_operators(model), FlopCounterMode(display=False, custom_mapping=blocks) as counter:
             model(*copies(inputs))
     finally:
         for handle in handles:
             handle.remove()
     return Fraction(counter.get_total_flops(), 2 * samples)
+
+
+@contextmanager
+def _in_counted_operators(model: nn.Module) -> Iterator[None]:
+    """Let attention and recurrent layers call matrix products, as torch does not count those of their fused operators.
+
+    Convolutions are counted whatever computes them, fast as it is where there are no recurrent layers.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def samples_in(shapes: Sequence[Sequence[int]]) -> int:

@@ -140,6 +140,10 @@ def test_a_longer_training_does_not_reopen_a_budget_that_has_ended() -> None:
     longer = sparsity.Budget(model, optimizer, example_inputs=X, macs=0.4, begin=10, end=40)
     longer.load_state_dict(budget.state_dict())
     assert (longer.begin, longer.end) == (3, 12)
+    state = {name: value for name, value in budget.state_dict().items() if name not in ("begin", "end", "budget")}
+    older = sparsity.Budget(model, optimizer, example_inputs=X, macs=0.4, begin=20, end=40)
+    older.load_state_dict(state)
+    assert older.end == budget.steps
     before = reached("plain", model)
     train(model, optimizer, longer, 30, seed=2)
     assert reached("plain", model) == before

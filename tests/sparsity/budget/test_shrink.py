@@ -20,6 +20,7 @@ from loco_ext.sparsity.budget import shrink
 from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
+from loco_ext.sparsity.compaction.macs import macs_of
 from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
@@ -126,6 +127,40 @@ def test_what_cannot_be_made_smaller_counts(name: str) -> None:
         outside = f"{report.macs_elsewhere / report.macs_before:.1%} are outside of layers that can be made smaller"
         with pytest.raises(ValueError, match=f"macs: expected at least .*{outside}"):
             sparsity.shrink_to(model, x, macs=0.01, importance="norm")
+
+
+class Alone(nn.Module):
+    """A layer whose first result counts, read as queries, keys and values if it is attention."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_and_recurrent_layers_count(training: bool) -> None:
+    """Five tokens of 16 numbers, in torch's fused operators too."""
+    x, projections, products = torch.randn(3, 5, 16), 4 * 16 * 16 * 5, 2 * 5 * 5 * 16
+    block = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    for layer, expected in (
+        (nn.MultiheadAttention(16, 2, batch_first=True), projections + products),
+        (nn.TransformerEncoder(block, 2), 2 * (projections + products + 2 * 16 * 24 * 5)),
+        (nn.LSTM(16, 12, batch_first=True), 5 * 4 * 12 * (16 + 12)),
+        (nn.GRU(16, 12, 2, batch_first=True), 5 * 3 * 12 * (16 + 12 + 12 + 12)),
+    ):
+        model = nn.Sequential(nn.Linear(16, 16), layer if isinstance(layer, nn.TransformerEncoder) else Alone(layer))
+        fast = torch.backends.mha.get_fastpath_enabled()
+        assert macs_of(model.train(training), [x]) == expected + 16 * 16 * 5
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+        _, report = sparsity.compact(model, x, cost="macs")
+        assert report.macs_before == expected + 16 * 16 * 5
+
+
+def test_a_vector_is_one_sample() -> None:
+    assert macs_of(nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(30)]) == 30 * 8 + 8 * 4
 
 
 def test_locally_connected_layers_count() -> None:
