@@ -23,7 +23,8 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"
 OURS = ("shrink_to", 0.5)
 HALVES = {("dense", 1.0): "dense", ("uniform width", 0.5): "fewer channels", OURS: "`shrink_to`"}
-HALVES |= {("shrink_to, by fours", 0.5): "`shrink_to(..., round_to=4)`", (PEER, 0.5): PEER}
+HALVES |= {("shrink_to, by fours", 0.5): "`shrink_to(..., round_to=4)`"}
+HALVES |= {("shrink_to, latency", 0.5): "`shrink_to(..., latency=...)`", (PEER, 0.5): PEER}
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
