@@ -36,7 +36,7 @@ from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.train import BUDGET_SPAN, evaluate, make_budget, make_model, make_optimizer
+from loco_ext.experiments.train import evaluate, make_budget, make_model, make_optimizer
 from loco_ext.folders import owned
 from loco_ext.output import replacing
 from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
@@ -213,17 +213,6 @@ def gradually(study: Study, seed: int, share: float, **options: Any) -> nn.Modul
     return _shrinking(study, study.network(seed), seed, share, **options)
 
 
-def penalized(study: Study, seed: int, share: float) -> nn.Module:
-    """Train the network with a penalty until the cut, whose strength follows the falling budget."""
-    network = study.network(seed)
-    optimizer = make_optimizer(study.training(seed), network)
-    steps = study.epochs * math.ceil(len(study.dataset.train.labels) / study.training().batch_size)
-    begin, end = (round(part * steps) for part in (BUDGET_SPAN[0], CUT))
-    options: dict[str, Any] = {"macs": share, "granularity": "filters", "method": "penalty"}
-    budget = sparsity.Budget(network, optimizer, example_inputs=study.images, begin=begin, end=end, **options)
-    return study.fit(network, seed, optimizer=optimizer, budget=budget)
-
-
 def from_larger_kernels(study: Study, seed: int, share: float) -> nn.Module:
     """Train a network of 5x5 kernels whose rings go until it has the share of the MACs of that of 3x3 kernels."""
     network = study.network(seed, kernel_size=5)
@@ -341,7 +330,7 @@ WAYS = {
     "shrink_to, latency": Way(as_fast),
     "Budget": Way(gradually),
     "Budget, by fours": Way(partial(gradually, round_to=4)),
-    "Budget, penalty": Way(penalized),
+    "Budget, penalty": Way(partial(gradually, method="penalty")),
     "Budget, rings": Way(partial(gradually, granularity="rings")),
     tables.PEER: Way(torch_pruning),
     "Torch-Pruning, local": Way(partial(torch_pruning, global_pruning=False)),

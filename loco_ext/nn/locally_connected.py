@@ -310,21 +310,13 @@ class LocallyConnectedNd(nn.Module):
             state_dict[prefix + "weight"] = state_dict.pop(prefix + "values")
         names = [prefix + name for name in _INDICES]
         missing_keys.extend(name for name in names if name not in state_dict)
-        if not isinstance(self.weight, nn.Parameter):  # computed from others, whose blocks stay
-            given = [state_dict.pop(name, None) for name in names]
-            mine = [getattr(self, name) for name in _INDICES]
-            if any(its is not None and not torch.equal(its.to(own), own) for its, own in zip(given, mine, strict=True)):
-                error_msgs.append(f"{prefix[:-1] or 'the layer'}: expected its own blocks, as its weight is computed")
-                return
-            state_dict.update(zip(names, mine, strict=True))
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-            unexpected_keys[:] = [name for name in unexpected_keys if name not in names]
-            return
+        crow, col, weight = map(state_dict.get, (*names, prefix + "weight"))
         try:
-            crow, col, weight = map(state_dict.get, (*names, prefix + "weight"))
+            if not isinstance(self.weight, nn.Parameter):  # computed from others, which keep their blocks
+                weight = self.weight
             pattern = loaded_pattern(self.pattern, self.weight.shape[1:], crow, col, weight)
+            if pattern is not self.pattern and not isinstance(self.weight, nn.Parameter):
+                raise ValueError("expected its own blocks, as its weight is computed, got others")
         except (TypeError, ValueError) as error:
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return

@@ -52,7 +52,7 @@ def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) ->
 def prox_sizes(
     rule: Rule, rows: Sequence[Sequence[Any]], lasts: Sequence[Tensor | None], steps: Sequence[Any]
 ) -> list[tuple[Any, Tensor | None]]:
-    """Return :func:`prox_size` of each parameter; on a GPU, parameters share launches where no step count is read."""
+    """Return :func:`prox_size` of each parameter; on a GPU, the square roots of all parameters share launches."""
     if rule is SGD:
         return [
             (lr if last is None else lr * ((1 - dampening) / (1 - momentum)), None)

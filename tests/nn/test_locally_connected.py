@@ -360,18 +360,23 @@ def test_computed_weights_and_biases_train_if_their_parameters_do(trains):
 
 @pytest.mark.parametrize("how", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
 def test_a_layer_whose_weight_is_computed_loads_its_own_state_and_no_other(how):
-    def made(radius):
+    def made(radius, pruned=0):
         layer = LocallyConnected2d(2, 2, 3, padding=1, input_size=5).grow(radius)
-        layer.reset_parameters("linear")
+        layer.prune(torch.arange(layer.pattern.nnz) != pruned).reset_parameters("linear")
         return how(layer)
 
-    layer, same, other, x = made(1), made(1), made(2), torch.randn(1, 2, 5, 5)
+    layer, same, x = made(1), made(1), torch.randn(1, 2, 5, 5)
     same.load_state_dict(layer.state_dict())
     torch.testing.assert_close(same(x), layer(x))
     before = layer(x)
-    with pytest.raises(RuntimeError, match="expected its own blocks, as its weight is computed"):
-        layer.load_state_dict(other.state_dict())
-    assert torch.equal(layer(x), before)
+    for other, said in (
+        (made(1, pruned=1), "expected its own blocks, as its weight is computed, got others"),
+        (made(2), r"weight: expected 528 blocks, as the indices say, .* got shape \(360"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            layer.load_state_dict(other.state_dict())
+        layer.load_state_dict(same.state_dict())  # torch has loaded what fits
+        assert torch.equal(layer(x), before)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*bias"):
         layer.load_state_dict({name: value for name, value in same.state_dict().items() if name != "bias"})
 

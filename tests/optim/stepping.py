@@ -17,6 +17,14 @@ RICH = {
     "Adam": {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True},
     "AdamW": {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True},
 }
+# Each gives a tensor other strides.
+LAYOUTS = {
+    "contiguous": lambda t: t.clone(memory_format=torch.contiguous_format),
+    "reversed": lambda t: t.permute([*reversed(range(t.dim()))]).contiguous().permute([*reversed(range(t.dim()))]),
+    "spaced": lambda t: torch.stack([t, t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "channels_last": lambda t: t.clone(memory_format=torch.channels_last) if t.dim() == 4 else t.clone(),
+}
 
 
 def make_params(shapes=SHAPES, dtype=torch.float32, seed=0):

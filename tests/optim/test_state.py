@@ -280,7 +280,7 @@ def test_adams_state_is_whole_or_refused(lost):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_a_checkpoints_group_lacks_stays(name):
-    """That of a class with other options, or of a file that somebody has made smaller."""
+    """Another class, or somebody who made the file smaller, may have left options out."""
     ours, same = (getattr(optim, name)(make_params(), **RICH[name]) for _ in range(2))
     saved = ours.state_dict()
     kept = {key: saved["param_groups"][0][key] for key in ("params", "lr")}
