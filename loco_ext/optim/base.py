@@ -29,9 +29,9 @@ from loco_ext.optim.plan import Batch, StepPlan, make_plan, resolve_negated_grad
 from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
-from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.optim_step import prox_size
+from loco_ext.warning import warn_caller
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")

@@ -18,8 +18,8 @@ from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.locality import Factors, as_tuples, check_factors
 from loco_ext.optim.options import check_hyper, is_zero
 from loco_ext.optim.penalty import check_penalty
-from loco_ext.optim.warning import warn_caller
 from loco_ext.penalties import KernelPenalty, Penalty, RingPenalty
+from loco_ext.warning import warn_caller
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 

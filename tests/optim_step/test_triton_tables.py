@@ -166,7 +166,8 @@ class NoCopies(TorchDispatchMode):
 def test_while_a_graph_is_captured_no_host_memory_is_copied(monkeypatch):
     monkeypatch.setattr(uploads, "is_capturing", lambda device: True)
     arrays = [np.array([-(2**63), 2**63 - 1, -1]), np.array([0.1, -np.inf]), np.arange(5, dtype=np.int32), np.zeros(0)]
-    with NoCopies():
-        tensors, _ = uploads.upload(arrays, CPU)
+    with NoCopies():  # to the same device, .to() would copy nothing
+        uploads.upload(arrays, torch.device("meta"))
+    tensors, _ = uploads.upload(arrays, CPU)
     assert all(same_bits(tensor, torch.from_numpy(array)) for tensor, array in zip(tensors, arrays, strict=True))
     assert uploads.upload([np.zeros(0)], CPU)[0][0].numel() == 0

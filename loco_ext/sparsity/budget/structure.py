@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
+from loco_ext.errors import first_line
 from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
@@ -23,6 +24,7 @@ from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
+from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
 _ANY = 1e-3  # value of all parameters in the copy that is analysed: what can be removed does not depend on the weights
@@ -277,10 +279,11 @@ def structure_of(
 
 
 def _macs_of(model: nn.Module, inputs: Sequence[Any]) -> float:
-    """Return the MACs of the model for one sample; 0 if torch cannot count them."""
+    """Return the MACs of the model for one sample; 0, with a warning, if torch cannot count them."""
     try:
         return float(macs_of(model, inputs))
-    except Exception:  # torch's formulas of operators have conditions of their own; compaction notes that
+    except Exception as error:  # torch's formulas of operators have conditions of their own
+        warn_caller(f"macs: those outside of layers that can be made smaller are not counted: {first_line(error)}")
         return 0.0
 
 

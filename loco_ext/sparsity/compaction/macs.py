@@ -46,7 +46,7 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
 def _in_counted_operators(model: nn.Module) -> Iterator[None]:
     """Let attention and recurrent layers call matrix products, as torch does not count those of their fused operators.
 
-    Convolutions are counted whatever computes them, fast as it is where there are no recurrent layers.
+    For recurrent layers oneDNN and cuDNN are switched off, which makes convolutions slow, but their count is the same.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -177,7 +177,8 @@ def test_what_torch_cannot_count_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
 
     for module in (compact_module, structure_module):
         monkeypatch.setattr(module, "macs_of", refuse)
-    _, report = sparsity.shrink_to(network("plain"), X, macs=0.5, importance="norm")
+    with pytest.warns(UserWarning, match="macs: those outside of layers .* are not counted: heads differ"):
+        _, report = sparsity.shrink_to(network("plain"), X, macs=0.5, importance="norm")
     assert report.notes["MACs"] == "those outside of these layers are not counted: heads differ"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, Path(torch.__file__).parent))
 
 
 def warn_caller(message: str) -> None:
