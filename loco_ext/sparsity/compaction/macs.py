@@ -24,12 +24,13 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
     from torch.utils.flop_counter import FlopCounterMode  # takes a while to import
 
     blocks = {} if backends.library is None else {torch.ops.loco_ext.block_sparse_matmul: _of_blocks}
-    samples = samples_in([x.shape for x in inputs if isinstance(x, Tensor)])
+    shapes = [x.shape for x in inputs if isinstance(x, Tensor)]
+    samples, rank = samples_in(shapes), max(map(len, shapes))
 
     def look(module: Any, arguments: tuple[Any, ...]) -> None:
         nonlocal samples
-        if any(isinstance(x, Tensor) and x.dim() < module.weight.dim() for x in arguments[:1]):
-            samples = 1  # an image, or a vector, without a batch
+        if any(isinstance(x, Tensor) and x.dim() == rank < module.weight.dim() for x in arguments[:1]):
+            samples = 1  # the example is an image, or a vector, without a batch
 
     layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, nn.Linear))
     handles = [layer.register_forward_pre_hook(look) for layer in layers]

@@ -159,6 +159,21 @@ def test_attention_and_recurrent_layers_count(training: bool) -> None:
         assert report.macs_before == expected + 16 * 16 * 5
 
 
+class Conditioned(nn.Module):
+    """A network whose features are scaled by a function of a vector of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.vector = nn.Linear(30, 8), nn.Linear(5, 8), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.scale(self.vector)
+
+
+def test_a_vector_inside_is_no_sample() -> None:
+    assert macs_of(Conditioned(), [torch.randn(4, 30)]) == 30 * 8 + 5 * 8 / 4
+
+
 def test_a_vector_is_one_sample() -> None:
     assert macs_of(nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(30)]) == 30 * 8 + 8 * 4
 
