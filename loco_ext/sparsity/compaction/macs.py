@@ -1,7 +1,7 @@
 """The MACs of a whole model, whatever computes them: torch counts its operators, and this package's blocks here."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -49,18 +49,19 @@ def _in_counted_operators(model: nn.Module) -> Iterator[None]:
 
     For recurrent layers oneDNN and cuDNN are switched off, which makes convolutions slow, but their count is the same.
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    before = torch.backends.mha.get_fastpath_enabled(), [library.enabled for library in libraries]
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        torch.backends.mha.set_fastpath_enabled(False)
+        for library in libraries:  # their contexts flags() would change settings of precision, too
+            library.enabled = False
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(before[0])
+        for library, enabled in zip(libraries, before[1], strict=True):
+            library.enabled = enabled
 
 
 def samples_in(shapes: Sequence[Sequence[int]]) -> int:

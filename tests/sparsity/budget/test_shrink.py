@@ -140,6 +140,7 @@ class Alone(nn.Module):
         return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("training", [False, True])
 def test_attention_and_recurrent_layers_count(training: bool) -> None:
     """Five tokens of 16 numbers, in torch's fused operators too."""
@@ -152,9 +153,13 @@ def test_attention_and_recurrent_layers_count(training: bool) -> None:
         (nn.GRU(16, 12, 2, batch_first=True), 5 * 3 * 12 * (16 + 12 + 12 + 12)),
     ):
         model = nn.Sequential(nn.Linear(16, 16), layer if isinstance(layer, nn.TransformerEncoder) else Alone(layer))
-        fast = torch.backends.mha.get_fastpath_enabled()
         assert macs_of(model.train(training), [x]) == expected + 16 * 16 * 5
-        assert torch.backends.mha.get_fastpath_enabled() == fast
+        settings = (
+            torch.backends.mkldnn.enabled,
+            torch.backends.cudnn.enabled,
+            torch.backends.mha.get_fastpath_enabled(),
+        )
+        assert settings == (True, True, True)
         _, report = sparsity.compact(model, x, cost="macs")
         assert report.macs_before == expected + 16 * 16 * 5
 
