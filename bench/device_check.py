@@ -143,7 +143,7 @@ def pytest_part(chosen: Sequence[str], settings: Settings, needed: str) -> Part:
     command = python("-m", "pytest", *PYTEST_OPTIONS, "-m", "not slow", "-rfE", f"--junitxml={results}", *chosen)
     environment = {}
     if settings.workers > 1 and find_spec("xdist") is not None:
-        command += ["-n", str(settings.workers), "--dist", "loadfile"]
+        command += ["-n", str(settings.workers), "--dist", "load"]
         # All processes must collect the same tests, and they share the cores.
         threads = max(1, (os.cpu_count() or 1) // settings.workers)
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads)}
@@ -159,7 +159,7 @@ def counted(results: Path, needed: str) -> dict[str, Any]:
 
 
 # The options in pyproject.toml need plugins that may be missing.
-PYTEST_OPTIONS = ("-o", "addopts=-q --strict-markers", "-p", "no:cacheprovider")
+PYTEST_OPTIONS = ("-o", "addopts=-q --strict-markers")
 
 
 def missing_packages() -> dict[str, str]:

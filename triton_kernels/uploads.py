@@ -19,8 +19,7 @@ from torch import Tensor
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Copy arrays to the device in one piece, each padded to a multiple of 16 bytes, without waiting for the device.
 
-    While a CUDA graph is captured, torch refuses copies of host memory that is not pinned, and pinning more of it could
-    end the capture. There the numbers are arguments of kernels, 96 of 8 bytes in each.
+    A CUDA graph repeats the copy: the host memory has to stay as it is.
 
     Returns:
         The arrays' tensors on the device, and the host memory that they are copied from.
@@ -30,13 +29,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Ten
     begins = [0, *ends[:-1]]
     for begin, array in zip(begins, arrays, strict=True):
         host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
-    if is_capturing(device):
-        words = torch.zeros(len(host) // 8, dtype=torch.int64, device=device)
-        if len(words) > 0:
-            torch._foreach_add_(list(words.unbind()), host.view(torch.int64).tolist())
-        there = words.view(torch.uint8)
-    else:
-        there = (host if device.type == "cpu" else host.pin_memory()).to(device, non_blocking=True)
+    host = host if device.type == "cpu" else host.pin_memory()
+    there = host.to(device, non_blocking=True)
     tensors = [
         there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
         for begin, array in zip(begins, arrays, strict=True)

@@ -20,9 +20,9 @@ inline Indices indices_of(const Tensor& tensor, const char* name) {
   void* data = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dims));
-  STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && tensor.is_contiguous() &&
-                      device_of(tensor).type == DeviceId::cpu().type,
-                  name, ": expected a contiguous one-dimensional int64 tensor on the CPU");
+  LOCO_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && tensor.is_contiguous() &&
+                 device_of(tensor).type == DeviceId::cpu().type,
+             name, ": expected a contiguous one-dimensional int64 tensor on the CPU");
   check_storage(tensor, sizeof(int64_t), name, 0);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
   return {static_cast<const int64_t*>(data), tensor.size(0)};
@@ -36,8 +36,8 @@ inline Indices bounded(const Tensor& tensor, const char* name, int64_t bound) {
     const auto index = static_cast<uint64_t>(indices.data[i]);
     largest = index > largest ? index : largest;
   }
-  STD_TORCH_CHECK(indices.count == 0 || largest < static_cast<uint64_t>(bound), name, ": expected indices from 0 to ",
-                  bound - 1);
+  LOCO_CHECK(indices.count == 0 || largest < static_cast<uint64_t>(bound), name, ": expected indices from 0 to ",
+             bound - 1);
   return indices;
 }
 
@@ -46,7 +46,7 @@ inline Indices row_starts(const Tensor& tensor, const char* name, int64_t total)
   const Indices starts = indices_of(tensor, name);
   bool ordered = starts.count >= 1 && starts.data[0] == 0 && starts.data[starts.count - 1] == total;
   for (int64_t i = 1; i < starts.count; ++i) ordered &= starts.data[i - 1] <= starts.data[i];
-  STD_TORCH_CHECK(ordered, name, ": expected row starts that do not descend, from 0 to ", total);
+  LOCO_CHECK(ordered, name, ": expected row starts that do not descend, from 0 to ", total);
   return starts;
 }
 
@@ -56,8 +56,8 @@ struct Activations {
   View view;
 
   Activations(const Tensor& tensor, const char* name, bool by_channel = false) : view(view_of(tensor, name, 0)) {
-    STD_TORCH_CHECK(view.ndim == 3 && (channel_stride() == 1 || (by_channel && view.strides[1] == 1)), name,
-                    ": expected three dimensions, the channels of a pixel side by side");
+    LOCO_CHECK(view.ndim == 3 && (channel_stride() == 1 || (by_channel && view.strides[1] == 1)), name,
+               ": expected three dimensions, the channels of a pixel side by side");
   }
 
   int64_t batch() const { return view.sizes[0]; }
@@ -72,8 +72,8 @@ struct Blocks {
   View view;
 
   Blocks(const Tensor& tensor, DType dtype) : view(view_of(tensor, "values", 0)) {
-    STD_TORCH_CHECK(view.ndim == 4 && tensor.is_contiguous() && view.dtype == dtype,
-                    "values: expected a contiguous tensor of four dimensions, of the activations' dtype");
+    LOCO_CHECK(view.ndim == 4 && tensor.is_contiguous() && view.dtype == dtype,
+               "values: expected a contiguous tensor of four dimensions, of the activations' dtype");
   }
 
   int64_t count() const { return view.sizes[0]; }

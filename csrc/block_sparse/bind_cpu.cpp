@@ -15,7 +15,7 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dty
 
 Tensor by_pixel(Tensor x) {
   const View from = view_of(x, "x", 0);
-  STD_TORCH_CHECK(from.ndim == 3, "x: expected three dimensions");
+  LOCO_CHECK(from.ndim == 3, "x: expected three dimensions");
   Tensor out = empty(x, {from.sizes[0], from.sizes[1], from.sizes[2]}, from.dtype);
   if (from.sizes[1] > 1 && from.strides[1] != 1) return torch::stable::copy_(out, x);
   transpose_cpu({from.dtype, from.sizes[0], from.sizes[1], from.sizes[2], from.data, from.strides[0], from.strides[2],
@@ -29,16 +29,16 @@ Tensor matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, 
   const Activations from(x, "x", blocks.of_one_element());
   const Indices columns = bounded(col_indices, "col_indices", from.pixels());
   const Indices starts = row_starts(crow_indices, "crow_indices", columns.count);
-  STD_TORCH_CHECK(blocks.count() == columns.count && from.channels() == blocks.groups() * blocks.in(),
-                  "values: expected a block for each of the ", columns.count, " entries of the pattern and x's ",
-                  from.channels(), " channels, got shape ", shape_text(blocks.view.sizes, 4));
+  LOCO_CHECK(blocks.count() == columns.count && from.channels() == blocks.groups() * blocks.in(),
+             "values: expected a block for each of the ", columns.count, " entries of the pattern and x's ",
+             from.channels(), " channels, got shape ", shape_text(blocks.view.sizes, 4));
   const int64_t rows = starts.count - 1, channels = blocks.groups() * blocks.out();
   const void* start = nullptr;
   if (bias) {
     const View view = view_of(*bias, "bias", 0);
-    STD_TORCH_CHECK(view.ndim == 2 && view.sizes[0] == rows && view.sizes[1] == channels && view.dtype == dtype &&
-                        bias->is_contiguous(),
-                    "bias: expected a contiguous tensor of shape (", rows, ", ", channels, ") of x's dtype");
+    LOCO_CHECK(view.ndim == 2 && view.sizes[0] == rows && view.sizes[1] == channels && view.dtype == dtype &&
+                   bias->is_contiguous(),
+               "bias: expected a contiguous tensor of shape (", rows, ", ", channels, ") of x's dtype");
     start = view.data;
   }
   Tensor y = empty(x, {from.batch(), rows, channels}, dtype);
@@ -53,9 +53,8 @@ Tensor input_gradient(Tensor grad, Tensor values, Tensor crow_indices, Tensor ro
   const Blocks all(values, dtype);
   const Indices sources = bounded(rows, "rows", from.pixels()), order = bounded(blocks, "blocks", all.count());
   const Indices starts = row_starts(crow_indices, "crow_indices", sources.count);
-  STD_TORCH_CHECK(order.count == sources.count && from.channels() == all.groups() * all.out(),
-                  "values: expected grad's ", from.channels(), " channels, and as many blocks as rows, got shape ",
-                  shape_text(all.view.sizes, 4));
+  LOCO_CHECK(order.count == sources.count && from.channels() == all.groups() * all.out(), "values: expected grad's ",
+             from.channels(), " channels, and as many blocks as rows, got shape ", shape_text(all.view.sizes, 4));
   const int64_t pixels = starts.count - 1;
   Tensor out = empty(grad, {from.batch(), pixels, all.groups() * all.in()}, dtype);
   product_cpu({dtype, from.batch(), pixels, all.groups(), all.out(), all.in(), starts.data, sources.data, order.data,
@@ -68,11 +67,11 @@ Tensor value_gradient(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_ind
   const DType dtype = from.view.dtype;
   const Indices columns = bounded(col_indices, "col_indices", from.pixels());
   const Indices starts = row_starts(crow_indices, "crow_indices", columns.count);
-  STD_TORCH_CHECK(to.view.dtype == dtype && to.batch() == from.batch() && to.pixels() == starts.count - 1,
-                  "grad: expected x's dtype and batch, and ", starts.count - 1, " pixels, got shape ",
-                  shape_text(to.view.sizes, 3));
-  STD_TORCH_CHECK(groups >= 1 && from.channels() % groups == 0 && to.channels() % groups == 0,
-                  "groups: expected a divisor of ", from.channels(), " and ", to.channels(), " channels, got ", groups);
+  LOCO_CHECK(to.view.dtype == dtype && to.batch() == from.batch() && to.pixels() == starts.count - 1,
+             "grad: expected x's dtype and batch, and ", starts.count - 1, " pixels, got shape ",
+             shape_text(to.view.sizes, 3));
+  LOCO_CHECK(groups >= 1 && from.channels() % groups == 0 && to.channels() % groups == 0,
+             "groups: expected a divisor of ", from.channels(), " and ", to.channels(), " channels, got ", groups);
   const int64_t in = from.channels() / groups, out = to.channels() / groups;
   Tensor values = empty(x, {columns.count, groups, in, out}, dtype);
   value_gradient_cpu({dtype, from.batch(), to.pixels(), groups, in, out, starts.data, columns.data, from.layout(),

@@ -15,7 +15,7 @@ void* current_stream(int device_index) {
 bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
-  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
+  LOCO_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
   return status != cudaStreamCaptureStatusNone;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "common/check.h"
 #include "common/dtype.h"
 
 namespace loco {
@@ -86,8 +87,8 @@ inline void check_storage(TensorRef tensor, int64_t ndim, const int64_t* sizes, 
     if (sizes[d] == 0) return;
     last += (sizes[d] - 1) * strides[d];
   }
-  STD_TORCH_CHECK((last + 1) * element_bytes <= bytes, list, "[", index, "]: expected ", (last + 1) * element_bytes,
-                  " bytes of storage, got ", bytes, ": it has been freed or made smaller");
+  LOCO_CHECK((last + 1) * element_bytes <= bytes, list, "[", index, "]: expected ", (last + 1) * element_bytes,
+             " bytes of storage, got ", bytes, ": it has been freed or made smaller");
 }
 
 inline void check_storage(TensorRef tensor, int64_t element_bytes, const char* list, size_t index) {
@@ -105,12 +106,12 @@ inline View view_of(TensorRef tensor, const char* list, size_t index, const Devi
   const AtenTensorHandle handle = tensor.handle;
   int32_t code = 0;
   const DeviceId device = device_of(tensor);
-  STD_TORCH_CHECK(device.type == expected.type && device.index == expected.index, list, "[", index,
-                  "]: expected a tensor on ", device_text(expected), ", got one on ", device_text(device));
+  LOCO_CHECK(device.type == expected.type && device.index == expected.index, list, "[", index,
+             "]: expected a tensor on ", device_text(expected), ", got one on ", device_text(device));
   View view;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
-  STD_TORCH_CHECK(to_dtype(code, view.dtype), list, "[", index,
-                  "]: expected float32, float64, bfloat16 or float16, got another dtype");
+  LOCO_CHECK(to_dtype(code, view.dtype), list, "[", index,
+             "]: expected float32, float64, bfloat16 or float16, got another dtype");
   int64_t *sizes, *strides;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
@@ -127,8 +128,8 @@ inline View view_of(TensorRef tensor, const char* list, size_t index, const Devi
 // Returns a view of a one-element float32 or float64 tensor; throws for any other.
 inline View scalar_view(TensorRef tensor, const char* list, size_t index, const DeviceId& expected = DeviceId::cpu()) {
   const View view = view_of(tensor, list, index, expected);
-  STD_TORCH_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
-                  "]: expected one float32 or float64 element");
+  LOCO_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
+             "]: expected one float32 or float64 element");
   return view;
 }
 

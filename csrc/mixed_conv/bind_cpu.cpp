@@ -18,8 +18,8 @@ constexpr double kSpare = int64_t{1} << 28, kTimes = 64;
 // Return the view of a tensor after checking that it is contiguous and has the images' dtype.
 View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, DType dtype) {
   const View view = view_of(tensor, list, index);
-  STD_TORCH_CHECK(view.ndim == ndim && view.dtype == dtype && tensor.is_contiguous(), list, "[", index,
-                  "]: expected a contiguous tensor of ", ndim, " dimensions, of x's dtype");
+  LOCO_CHECK(view.ndim == ndim && view.dtype == dtype && tensor.is_contiguous(), list, "[", index,
+             "]: expected a contiguous tensor of ", ndim, " dimensions, of x's dtype");
   return view;
 }
 
@@ -43,16 +43,16 @@ std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t filters)
     void* data = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(order->get(), &code));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(order->get(), &dims));
-    STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == filters &&
-                        order->is_contiguous() && device_of(*order).type == DeviceId::cpu().type,
-                    "order: expected a contiguous int64 tensor of shape (", filters, ") on the CPU");
+    LOCO_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == filters && order->is_contiguous() &&
+                   device_of(*order).type == DeviceId::cpu().type,
+               "order: expected a contiguous int64 tensor of shape (", filters, ") on the CPU");
     check_storage(*order, sizeof(int64_t), "order", 0);
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));
     filter = static_cast<const int64_t*>(data);
   }
   for (int64_t channel = 0; channel < filters; ++channel) {
     const int64_t of = filter ? filter[channel] : channel;
-    STD_TORCH_CHECK(of >= 0 && of < filters && places[of] < 0, "order: expected each of 0 to ", filters - 1, " once");
+    LOCO_CHECK(of >= 0 && of < filters && places[of] < 0, "order: expected each of 0 to ", filters - 1, " once");
     places[of] = channel;
   }
   return places;
@@ -78,18 +78,17 @@ void check_room(const Images& from, const View& to, int64_t width, const std::ve
   const double images = std::min<double>(kLanes, from.batch), read = double(from.batch) * from.channels;
   const double copied = rows * (width + kLanes + columns / stride[1]) * images * stride[1] * from.channels;
   const double most = kSpare + kTimes * (read * from.height * from.width + to.numel);
-  STD_TORCH_CHECK(copied <= most, "pads: expected pads, strides and dilations for which no more than ", most,
-                  " elements are kept beside the images, got ", copied);
+  LOCO_CHECK(copied <= most, "pads: expected pads, strides and dilations for which no more than ", most,
+             " elements are kept beside the images, got ", copied);
 }
 
 // Return the data of the tensor that the results are added to, or null.
 const void* addend(const std::optional<Tensor>& add, const View& to) {
   if (!add) return nullptr;
   const View view = view_of(*add, "add", 0);
-  STD_TORCH_CHECK(view.dtype == to.dtype && view.ndim == to.ndim && std::equal(to.sizes, to.sizes + 4, view.sizes) &&
-                      add->is_contiguous(),
-                  "add: expected a contiguous tensor of the result's shape ", shape_text(to.sizes, 4),
-                  " and of x's dtype");
+  LOCO_CHECK(view.dtype == to.dtype && view.ndim == to.ndim && std::equal(to.sizes, to.sizes + 4, view.sizes) &&
+                 add->is_contiguous(),
+             "add: expected a contiguous tensor of the result's shape ", shape_text(to.sizes, 4), " and of x's dtype");
   return view.data;
 }
 
@@ -98,36 +97,35 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
                     std::optional<Tensor> add, bool relu, bool channels_last) {
   const View view = view_of(x, "x", 0);
   const DType dtype = view.dtype;
-  STD_TORCH_CHECK(view.ndim == 4 && x.is_contiguous() && (dtype == DType::f32 || dtype == DType::f64),
-                  "x: expected a contiguous float32 or float64 tensor of four dimensions");
+  LOCO_CHECK(view.ndim == 4 && x.is_contiguous() && (dtype == DType::f32 || dtype == DType::f64),
+             "x: expected a contiguous float32 or float64 tensor of four dimensions");
   const Images from = images_of(view, channels_last);
-  STD_TORCH_CHECK(!weights.empty() && (biases.empty() || biases.size() == weights.size()) &&
-                      pads.size() == 4 * weights.size() && stride.size() == 2 && dilation.size() == 2 &&
-                      stride[0] > 0 && stride[1] > 0 && dilation[0] > 0 && dilation[1] > 0,
-                  "weights: expected one tensor or more, a bias for each or none, four pads for each, and positive "
-                  "strides and dilations for two axes");
+  LOCO_CHECK(!weights.empty() && (biases.empty() || biases.size() == weights.size()) &&
+                 pads.size() == 4 * weights.size() && stride.size() == 2 && dilation.size() == 2 && stride[0] > 0 &&
+                 stride[1] > 0 && dilation[0] > 0 && dilation[1] > 0,
+             "weights: expected one tensor or more, a bias for each or none, four pads for each, and positive "
+             "strides and dilations for two axes");
   for (const auto* numbers : {&pads, &stride, &dilation}) {
     for (const int64_t number : *numbers)
-      STD_TORCH_CHECK(number > -kMost && number < kMost, "pads, stride, dilation: expected less than 2^31, got ",
-                      number);
+      LOCO_CHECK(number > -kMost && number < kMost, "pads, stride, dilation: expected less than 2^31, got ", number);
   }
   std::vector<Part> parts;
   int64_t filters = 0, height = 0, width = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     const View weight = dense(weights[i], "weights", i, 4, dtype);
     const int64_t* size = weight.sizes;
-    STD_TORCH_CHECK(size[1] == from.channels && weight.numel > 0, "weights[", i, "]: expected filters that read x's ",
-                    from.channels, " channels, got shape ", shape_text(size, 4));
+    LOCO_CHECK(size[1] == from.channels && weight.numel > 0, "weights[", i, "]: expected filters that read x's ",
+               from.channels, " channels, got shape ", shape_text(size, 4));
     const int64_t* pad = &pads[4 * i];
     const int64_t rows = result_size(from.height, pad[0], pad[1], size[2], stride[0], dilation[0]);
     const int64_t columns = result_size(from.width, pad[2], pad[3], size[3], stride[1], dilation[1]);
-    STD_TORCH_CHECK(rows > 0 && columns > 0 && (i == 0 || (rows == height && columns == width)), "pads[", i,
-                    "]: expected results of one size for all parts, at least 1, got (", rows, ", ", columns, ")");
+    LOCO_CHECK(rows > 0 && columns > 0 && (i == 0 || (rows == height && columns == width)), "pads[", i,
+               "]: expected results of one size for all parts, at least 1, got (", rows, ", ", columns, ")");
     height = rows, width = columns;
     const void* bias = nullptr;
     if (!biases.empty()) {
       const View view = dense(biases[i], "biases", i, 1, dtype);
-      STD_TORCH_CHECK(view.numel == size[0], "biases[", i, "]: expected ", size[0], " elements, got ", view.numel);
+      LOCO_CHECK(view.numel == size[0], "biases[", i, "]: expected ", size[0], " elements, got ", view.numel);
       bias = view.data;
     }
     parts.push_back({weight.data, bias, size[0], size[2], size[3], pad[0], pad[2], nullptr});

@@ -9,7 +9,7 @@ namespace {
 double read_grad_scale(const StepArgs& args) {
   if (!args.grad_scale) return 0;
   const double scale = value_of(scalar_view(*args.grad_scale, "grad_scale", 0));
-  STD_TORCH_CHECK(scale != 0, "grad_scale: expected a number other than 0");
+  LOCO_CHECK(scale != 0, "grad_scale: expected a number other than 0");
   return scale;
 }
 
@@ -44,8 +44,8 @@ struct Cpu {
 
   template <class Rule>
   static void step(Gather& gather, const StepArgs& args, Prepared&) {
-    STD_TORCH_CHECK(gather.device().type == DeviceId::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
-                    device_text(gather.device()));
+    LOCO_CHECK(gather.device().type == DeviceId::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
+               device_text(gather.device()));
     std::vector<TensorStep>& steps = gather.steps();
     Call call;
     call.grad_scale = read_grad_scale(args);

@@ -69,7 +69,7 @@ class CachedSteps {
   static CachedStep<Device>& of(const Tensor& owner) {
     void* const data = owner.mutable_data_ptr();
     const std::lock_guard<std::mutex> lock(all().mutex);
-    STD_TORCH_CHECK(all().steps.count(data) == 1, "cached: expected the result of optim_step_cached");
+    LOCO_CHECK(all().steps.count(data) == 1, "cached: expected the result of optim_step_cached");
     return *static_cast<CachedStep<Device>*>(data);
   }
 

@@ -136,7 +136,7 @@ Parameters<Rule> parameters_of(const CudaCall& call) {
   p.nests = reinterpret_cast<const Nest*>(at(t.nests));
   p.maps = reinterpret_cast<const double*>(at(t.maps));
   p.chunks = reinterpret_cast<const Chunk*>(at(t.chunks));
-  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(call.memory + t.bytes.size());
+  const auto scratch = reinterpret_cast<typename Rule::template Scalars<double>*>(call.scratch);
   p.scalars = scalar_bytes<Rule>(t) > 0 ? scratch : nullptr;
   p.options = call.options;
   p.grad_scale = call.grad_scale;
@@ -201,7 +201,7 @@ void step_cuda(const CudaCall& call) {
     LOCO_LAUNCH(prepare<Rule>, blocks, kThreads, call.stream, p, count);
   }
   for (const Work& work : call.table->works) launch(p, work, call.stream);
-  step_with_prox(call, p, call.memory + call.table->bytes.size() + scalar_bytes<Rule>(*call.table));
+  step_with_prox(call, p, call.scratch + scalar_bytes<Rule>(*call.table));
 }
 
 template int64_t scratch_bytes<Sgd>(const GpuTable& table);

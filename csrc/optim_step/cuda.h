@@ -9,7 +9,8 @@ namespace loco::optim_step {
 
 struct CudaCall {
   const GpuTable* table;
-  unsigned char* memory;  // in GPU memory: a copy of the table's bytes, followed by scratch_bytes
+  const unsigned char* memory;  // a copy of the table's bytes in GPU memory
+  unsigned char* scratch;       // scratch_bytes of GPU memory
   Options options;
   DeviceScalar grad_scale;  // gradients are divided by it, also in memory
   DeviceScalar found_inf;   // if not zero, nothing changes
@@ -17,7 +18,7 @@ struct CudaCall {
   void* stream;
 };
 
-// Returns how many bytes of GPU memory a step needs after the table's bytes.
+// Returns how many bytes of GPU memory a step needs beside the table.
 template <class Rule>
 int64_t scratch_bytes(const GpuTable& table);
 

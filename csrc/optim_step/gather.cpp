@@ -7,7 +7,7 @@ namespace loco::optim_step {
 namespace {
 
 void check_length(const char* name, size_t length, size_t expected) {
-  STD_TORCH_CHECK(length == expected, name, ": expected ", expected, " entries, one per parameter, got ", length);
+  LOCO_CHECK(length == expected, name, ": expected ", expected, " entries, one per parameter, got ", length);
 }
 
 void check_length_unless_empty(const char* name, const Ints& list, size_t expected) {
@@ -21,8 +21,8 @@ int state_count(const StepArgs& args) {
   const bool counts = Rule::counts_steps;
   const size_t least = !counts ? 0 : args.options.amsgrad ? 3 : 2, most = counts ? 3 : 1;
   const size_t count = params == 0 ? least : args.states.size() / params;
-  STD_TORCH_CHECK(least <= count && count <= most && count * params == args.states.size(), "states: expected ", least,
-                  " to ", most, " per parameter, got ", args.states.size(), " for ", params, " parameters");
+  LOCO_CHECK(least <= count && count <= most && count * params == args.states.size(), "states: expected ", least,
+             " to ", most, " per parameter, got ", args.states.size(), " for ", params, " parameters");
   return static_cast<int>(count);
 }
 
@@ -33,15 +33,14 @@ ring_prox::Penalty penalty_of(TensorRef tensor, size_t index) {
   const bool dense = view.dtype == DType::f64 && view.ndim == 1 && view.numel > 0 && view.strides[0] == 1;
   const int64_t taps = dense && values[0] >= 1 && values[0] < view.numel ? static_cast<int64_t>(values[0]) : 0;
   const int64_t rings = (view.numel - 1 - taps) / 2;
-  STD_TORCH_CHECK(taps > 0 && rings >= 1 && rings <= ring_prox::kMaxRings && 1 + taps + 2 * rings == view.numel,
-                  "penalties[", index,
-                  "]: expected a contiguous float64 tensor of a number of taps, the ring of each, ",
-                  "and two thresholds for each of 1 to ", ring_prox::kMaxRings, " rings");
+  LOCO_CHECK(taps > 0 && rings >= 1 && rings <= ring_prox::kMaxRings && 1 + taps + 2 * rings == view.numel,
+             "penalties[", index, "]: expected a contiguous float64 tensor of a number of taps, the ring of each, ",
+             "and two thresholds for each of 1 to ", ring_prox::kMaxRings, " rings");
   const double *const plain = values + 1 + taps, *const squared = plain + rings;
   ring_prox::Penalty penalty;
   for (const double* ring = values + 1; ring < plain; ++ring) {
-    STD_TORCH_CHECK(*ring >= 0 && *ring < rings, "penalties[", index, "]: expected rings from 0 to ", rings - 1,
-                    ", got ", *ring);
+    LOCO_CHECK(*ring >= 0 && *ring < rings, "penalties[", index, "]: expected rings from 0 to ", rings - 1, ", got ",
+               *ring);
     penalty.ring_of_tap.push_back(static_cast<int>(*ring));
   }
   penalty.plain.assign(plain, squared);
@@ -141,7 +140,7 @@ bool Gather::read_again(const StepArgs& args, int columns) {
   if (writes_grads_ && !are_apart(grads)) return false;
   const int64_t groups = groups_;
   read_hyper(args.hyper, columns);
-  STD_TORCH_CHECK(groups_ == groups, "hyper: expected ", groups, " rows, got ", groups_);
+  LOCO_CHECK(groups_ == groups, "hyper: expected ", groups, " rows, got ", groups_);
   for (size_t i = 0; i < steps_.size(); ++i) steps_[i].g.data = const_cast<char*>(grads[i].begin);
   return true;
 }
@@ -168,8 +167,8 @@ bool Gather::is_apart(const Interval& grad) const {
 void Gather::read_hyper(const Tensor& hyper, int columns) {
   const View view = view_of(hyper, "hyper", 0);
   const bool fits = view.dtype == DType::f64 && view.ndim == 2 && view.sizes[1] == columns && hyper.is_contiguous();
-  STD_TORCH_CHECK(fits, "hyper: expected a contiguous float64 tensor of shape (groups, ", columns, "), got shape ",
-                  text(view));
+  LOCO_CHECK(fits, "hyper: expected a contiguous float64 tensor of shape (groups, ", columns, "), got shape ",
+             text(view));
   hyper_ = static_cast<const double*>(view.data);
   groups_ = view.sizes[0];
 }
@@ -177,17 +176,17 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
 void Gather::read_param(const StepArgs& args, size_t index) {
   TensorStep& step = steps_[index];
   lead_.view = view_of(args.params[index], "params", index, device_);
-  STD_TORCH_CHECK(lead_.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
-                  lead_.view.ndim);
+  LOCO_CHECK(lead_.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
+             lead_.view.ndim);
   lead_.axes = memory_order(lead_.view.ndim, lead_.view.sizes, lead_.view.strides, lead_.order);
   step.numel = lead_.view.numel;
   add_operand(lead_.view, "params", index, true, step.w);
   step.group = args.group_index.empty() ? 0 : args.group_index[index];
-  STD_TORCH_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1,
-                  ", got ", step.group);
+  LOCO_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1, ", got ",
+             step.group);
   if (const int64_t which = args.map_index.empty() ? -1 : args.map_index[index]; which != -1) {
     const int64_t maps = static_cast<int64_t>(args.maps.size());
-    STD_TORCH_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
+    LOCO_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
     read_map(args.maps[which], index, which);
   }
   if (const int64_t which = args.penalty_index.empty() ? -1 : args.penalty_index[index]; which != -1) {
@@ -203,24 +202,24 @@ void Gather::read_param(const StepArgs& args, size_t index) {
 
 void Gather::check_shapes(const TensorList& params, const Tensor& expected) {
   const View view = view_of(expected, "shapes", 0);
-  STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && expected.is_contiguous(),
-                  "shapes: expected a contiguous float64 tensor of one dimension, got shape ", text(view));
+  LOCO_CHECK(view.dtype == DType::f64 && view.ndim == 1 && expected.is_contiguous(),
+             "shapes: expected a contiguous float64 tensor of one dimension, got shape ", text(view));
   const auto *next = static_cast<const double*>(view.data), *const end = next + view.numel;
   for (size_t i = 0; i < params.size(); ++i) {
     int64_t ndim, *sizes;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(params[i].handle, &ndim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(params[i].handle, &sizes));
     const bool fits = end - next > ndim && *next == ndim && std::equal(sizes, sizes + ndim, next + 1);
-    STD_TORCH_CHECK(fits, "params[", i, "]: expected the shape given in shapes, got ", shape_text(sizes, ndim));
+    LOCO_CHECK(fits, "params[", i, "]: expected the shape given in shapes, got ", shape_text(sizes, ndim));
     next += 1 + ndim;
   }
-  STD_TORCH_CHECK(next == end, "shapes: expected ", view.numel - (end - next), " numbers, got ", view.numel);
+  LOCO_CHECK(next == end, "shapes: expected ", view.numel - (end - next), " numbers, got ", view.numel);
 }
 
 void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   const View view = view_of(map, "maps", which);
   const View& param = lead_.view;
-  STD_TORCH_CHECK(view.dtype == DType::f64, "maps[", which, "]: expected float64");
+  LOCO_CHECK(view.dtype == DType::f64, "maps[", which, "]: expected float64");
   int64_t strides[kMaxDims];
   bool fits = view.ndim <= param.ndim;
   for (int64_t d = 0; fits && d < param.ndim; ++d) {
@@ -229,8 +228,8 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
     fits = broadcast || view.sizes[from] == param.sizes[d];
     strides[d] = broadcast ? 0 : view.strides[from];
   }
-  STD_TORCH_CHECK(fits, "maps[", which, "]: expected a shape that broadcasts to params[", index, "], ", text(param),
-                  ", got ", text(view));
+  LOCO_CHECK(fits, "maps[", which, "]: expected a shape that broadcasts to params[", index, "], ", text(param),
+             ", got ", text(view));
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
   step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
@@ -240,14 +239,14 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
 // that FilterSolver supports.
 void Gather::read_penalty(size_t index, int64_t which) {
   const auto penalties = static_cast<int64_t>(penalties_.size());
-  STD_TORCH_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1,
-                  ", got ", which);
+  LOCO_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1, ", got ",
+             which);
   const ring_prox::Penalty& penalty = penalties_[which];
   const View& view = lead_.view;
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
-  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
-                  "] to have filters of ", penalty.taps(), " taps, got shape ", text(view));
+  LOCO_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
+             "] to have filters of ", penalty.taps(), " taps, got shape ", text(view));
   TensorStep& step = steps_[index];
   if (step.numel == 0) return;
   int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
@@ -261,9 +260,9 @@ void Gather::read_penalty(size_t index, int64_t which) {
     if (d != 1) add(channels_fastest, other, d);
   }
   const bool contiguous = std::equal(lead_.order, lead_.order + lead_.axes, taps_fastest);
-  STD_TORCH_CHECK(contiguous || std::equal(lead_.order, lead_.order + lead_.axes, channels_fastest), "params[", index,
-                  "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
-                  shape_text(view.strides, view.ndim));
+  LOCO_CHECK(contiguous || std::equal(lead_.order, lead_.order + lead_.axes, channels_fastest), "params[", index,
+             "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
+             shape_text(view.strides, view.ndim));
   step.penalty = &penalty;
   step.filters = view.sizes[0];
   step.channels_fastest = !contiguous;
@@ -279,8 +278,8 @@ void Gather::read_counter(TensorRef counter, size_t index) {
 void Gather::add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand) {
   const bool same_shape =
       view.ndim == lead_.view.ndim && std::equal(view.sizes, view.sizes + view.ndim, lead_.view.sizes);
-  STD_TORCH_CHECK(same_shape, list, "[", index, "]: expected the shape of params[", index, "], ", text(lead_.view),
-                  ", got ", text(view));
+  LOCO_CHECK(same_shape, list, "[", index, "]: expected the shape of params[", index, "], ", text(lead_.view), ", got ",
+             text(view));
   operand.data = view.data;
   operand.dtype = view.dtype;
   operand.nest = keep_unless_flat(view.strides, list, index);
@@ -289,8 +288,8 @@ void Gather::add_operand(const View& view, const char* list, size_t index, bool 
 
 Nest Gather::nest_of(const int64_t* strides, const char* list, size_t index) const {
   Nest nest;
-  STD_TORCH_CHECK(make_nest(lead_.order, lead_.axes, lead_.view.sizes, strides, nest), list, "[", index,
-                  "]: its strides are too irregular, at most ", kMaxAxes, " separate axes are supported");
+  LOCO_CHECK(make_nest(lead_.order, lead_.axes, lead_.view.sizes, strides, nest), list, "[", index,
+             "]: its strides are too irregular, at most ", kMaxAxes, " separate axes are supported");
   return nest;
 }
 
@@ -308,8 +307,8 @@ void Gather::add_region(const View& view, const char* list, size_t index, bool w
   region.element_size = element_size(view.dtype);
   region.written = written;
   const bool distinct = measure(region);
-  STD_TORCH_CHECK(distinct || !written, list, "[", index, "]: some of its elements share memory (strides ",
-                  shape_text(view.strides, view.ndim), "), it cannot be written");
+  LOCO_CHECK(distinct || !written, list, "[", index, "]: some of its elements share memory (strides ",
+             shape_text(view.strides, view.ndim), "), it cannot be written");
   regions_.push_back(region);
 }
 
@@ -320,8 +319,8 @@ void Gather::check_overlap() const {
     const auto lists = static_cast<int64_t>(lists_.size());
     return lists_[region % lists] + ("[" + std::to_string(region / lists)) + "]";
   };
-  STD_TORCH_CHECK(false, name(conflict.first), " and ", name(conflict.second),
-                  ": expected separate memory, got tensors that overlap");
+  LOCO_CHECK(false, name(conflict.first), " and ", name(conflict.second),
+             ": expected separate memory, got tensors that overlap");
 }
 
 }  // namespace loco::optim_step

@@ -15,14 +15,14 @@ struct Stack {
   void take(TensorList& list) { list = TensorList(*next++); }
   void take(RuleId& rule) {
     const auto id = torch::stable::detail::to<int64_t>(*next++);
-    STD_TORCH_CHECK(id == 0 || id == 1, "rule: expected 0 (SGD) or 1 (Adam), got ", id);
+    LOCO_CHECK(id == 0 || id == 1, "rule: expected 0 (SGD) or 1 (Adam), got ", id);
     rule = static_cast<RuleId>(id);
   }
   void take(Options& options) {
     std::vector<bool> flags;
     take(flags);
-    STD_TORCH_CHECK(flags.size() == 5, "flags: expected maximize, l1, nesterov, amsgrad and decoupled, got ",
-                    flags.size(), " entries");
+    LOCO_CHECK(flags.size() == 5, "flags: expected maximize, l1, nesterov, amsgrad and decoupled, got ", flags.size(),
+               " entries");
     options = {flags[0], flags[1], flags[2], flags[3], flags[4]};
   }
 };
@@ -51,14 +51,13 @@ AgainArgs unpack_again(StableIValue* stack) {
 std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const DeviceId& device) {
   const Ints& index = args.lr_index;
   if (index.empty()) return {};
-  STD_TORCH_CHECK(static_cast<int64_t>(index.size()) == groups, "lr_index: expected ", groups,
-                  " entries, one per row of hyper, or none, got ", index.size());
+  LOCO_CHECK(static_cast<int64_t>(index.size()) == groups, "lr_index: expected ", groups,
+             " entries, one per row of hyper, or none, got ", index.size());
   const auto count = static_cast<int64_t>(args.lrs.size());
   std::vector<View> result(groups, View{});
   for (int64_t i = 0; i < groups; ++i) {
     if (index[i] == -1) continue;
-    STD_TORCH_CHECK(index[i] >= 0 && index[i] < count, "lr_index[", i, "]: expected -1 to ", count - 1, ", got ",
-                    index[i]);
+    LOCO_CHECK(index[i] >= 0 && index[i] < count, "lr_index[", i, "]: expected -1 to ", count - 1, ", got ", index[i]);
     result[i] = scalar_view(args.lrs[index[i]], "lrs", index[i], device);
   }
   return result;

@@ -26,17 +26,17 @@ struct Reader {
 
   Reader(const Tensor& weight, const Ints& rings, int64_t count)
       : device(device_of(weight)), view(view_of(weight, "weight", 0, device)) {
-    STD_TORCH_CHECK(view.ndim >= 2 && view.ndim < kMaxDims, "weight: expected 2 to ", kMaxDims - 1,
-                    " dimensions, got shape ", shape_text(view.sizes, view.ndim));
-    STD_TORCH_CHECK(count >= 1 && count <= kMaxRings, "rings: expected 1 to ", kMaxRings, " of them, got ", count);
+    LOCO_CHECK(view.ndim >= 2 && view.ndim < kMaxDims, "weight: expected 2 to ", kMaxDims - 1,
+               " dimensions, got shape ", shape_text(view.sizes, view.ndim));
+    LOCO_CHECK(count >= 1 && count <= kMaxRings, "rings: expected 1 to ", kMaxRings, " of them, got ", count);
     int64_t taps = 1;
     for (int64_t k = 2; k < view.ndim; ++k) taps *= view.sizes[k];
-    STD_TORCH_CHECK(taps == static_cast<int64_t>(rings.size()), "rings: expected one entry for each of the ", taps,
-                    " taps of weight, got ", rings.size());
-    STD_TORCH_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected filters of at least one weight, got shape ",
-                    shape_text(view.sizes, view.ndim));
+    LOCO_CHECK(taps == static_cast<int64_t>(rings.size()), "rings: expected one entry for each of the ", taps,
+               " taps of weight, got ", rings.size());
+    LOCO_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected filters of at least one weight, got shape ",
+               shape_text(view.sizes, view.ndim));
     for (const int64_t ring : rings) {
-      STD_TORCH_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);
+      LOCO_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);
       ring_of_tap.push_back(static_cast<int>(ring));
     }
     const bool channels_fastest = view.sizes[1] > 1 && view.strides[1] == 1;
@@ -48,8 +48,8 @@ struct Reader {
   // Return the view of another tensor, which must be on the weight's device and have its shape.
   View view_like(const Tensor& tensor, const char* name) const {
     const View other = view_of(tensor, name, 0, device);
-    STD_TORCH_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim),
-                    ", got ", shape_text(other.sizes, other.ndim));
+    LOCO_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim), ", got ",
+               shape_text(other.sizes, other.ndim));
     return other;
   }
 };
@@ -64,14 +64,14 @@ struct ThresholdRows {
 inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t filters,
                                      const DeviceId& device = DeviceId::cpu()) {
   const View t = view_of(thresholds, "thresholds", 0, device);
-  STD_TORCH_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
-                  "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
-  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == filters, "thresholds: expected ", filters, " rows, got ", t.sizes[0]);
+  LOCO_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
+             "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
+  LOCO_CHECK(t.ndim == 1 || t.sizes[0] == filters, "thresholds: expected ", filters, " rows, got ", t.sizes[0]);
   ThresholdRows rows{static_cast<const double*>(t.data), nullptr, t.ndim == 1 ? 0 : t.sizes[1]};
   if (squared) {
     const View q = view_of(*squared, "squared", 0, device);
-    STD_TORCH_CHECK(q.dtype == DType::f64 && same_shape(q, t) && squared->is_contiguous(),
-                    "squared: expected a contiguous float64 tensor of the thresholds' shape");
+    LOCO_CHECK(q.dtype == DType::f64 && same_shape(q, t) && squared->is_contiguous(),
+               "squared: expected a contiguous float64 tensor of the thresholds' shape");
     rows.squared = static_cast<const double*>(q.data);
   }
   return rows;

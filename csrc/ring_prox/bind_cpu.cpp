@@ -23,8 +23,8 @@ Filters filters_of(const View& tensor, const Shape& shape, Nest& nest) {
   for (int k = 0; k < axes; ++k) {
     if (tensor.sizes[order[k]] != 1) order[used++] = order[k];
   }
-  STD_TORCH_CHECK(make_nest(order, used, tensor.sizes, tensor.strides, nest), "weight: expected at most ", kMaxAxes,
-                  " strides that differ");
+  LOCO_CHECK(make_nest(order, used, tensor.sizes, tensor.strides, nest), "weight: expected at most ", kMaxAxes,
+             " strides that differ");
   return {{tensor.data, tensor.dtype, nest.flat() ? nullptr : &nest}, tensor.strides[0]};
 }
 

@@ -30,9 +30,9 @@ Placed placed(const View& view) {
 
 CudaCall call_of(const Reader& reader) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
-  STD_TORCH_CHECK(reader.filter_count() <= most && reader.shape.numel() <= most,
-                  "weight: expected at most 2^31 - 1 filters and as many weights in each, got shape ",
-                  shape_text(reader.view.sizes, reader.view.ndim));
+  LOCO_CHECK(reader.filter_count() <= most && reader.shape.numel() <= most,
+             "weight: expected at most 2^31 - 1 filters and as many weights in each, got shape ",
+             shape_text(reader.view.sizes, reader.view.ndim));
   return {reader.filter_count(), reader.shape, placed(reader.view)};
 }
 
@@ -49,7 +49,7 @@ void run(const std::vector<unsigned char>& table, int64_t size, const Reader& re
   upload(table.data(), bytes, static_cast<int64_t>(table.size()), stream);
   launch(bytes, stream);
   const char* error = launch_error();
-  STD_TORCH_CHECK(error == nullptr, "ring_prox: the GPU refused a kernel: ", error);
+  LOCO_CHECK(error == nullptr, "ring_prox: the GPU refused a kernel: ", error);
 }
 
 // Likewise for one call, with its table.
@@ -103,8 +103,7 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
 Ints next_rings(const Tensor& weight, const Ints& rings, size_t& begin) {
   size_t taps = 1;
   for (int64_t d = 2; d < weight.dim(); ++d) taps *= weight.size(d);
-  STD_TORCH_CHECK(taps <= rings.size() - begin, "rings: expected one entry for each tap of each weight, got ",
-                  rings.size());
+  LOCO_CHECK(taps <= rings.size() - begin, "rings: expected one entry for each tap of each weight, got ", rings.size());
   begin += taps;
   return {rings.begin() + (begin - taps), rings.begin() + begin};
 }
@@ -112,9 +111,9 @@ Ints next_rings(const Tensor& weight, const Ints& rings, size_t& begin) {
 std::vector<Tensor> joint_ring_prox(std::vector<Tensor> weights, Ints rings, std::vector<Tensor> thresholds,
                                     std::vector<Tensor> squared, std::vector<Tensor> metrics, bool linf) {
   const size_t count = weights.size();
-  STD_TORCH_CHECK(count > 0 && thresholds.size() == count && squared.size() == count &&
-                      (metrics.empty() || metrics.size() == count),
-                  "weights: expected one or more, and for each of them thresholds, squared and, if any, a metric");
+  LOCO_CHECK(count > 0 && thresholds.size() == count && squared.size() == count &&
+                 (metrics.empty() || metrics.size() == count),
+             "weights: expected one or more, and for each of them thresholds, squared and, if any, a metric");
   std::vector<Reader> readers;
   readers.reserve(count);  // calls point into them
   std::vector<CudaCall> calls;
@@ -123,14 +122,14 @@ std::vector<Tensor> joint_ring_prox(std::vector<Tensor> weights, Ints rings, std
   for (size_t i = 0; i < count; ++i) {
     const Reader& reader =
         readers.emplace_back(weights[i], next_rings(weights[i], rings, taken), thresholds[i].size(-1));
-    STD_TORCH_CHECK(reader.device.index == readers[0].device.index, "weights[", i, "]: expected a tensor on ",
-                    device_text(readers[0].device), ", got one on ", device_text(reader.device));
+    LOCO_CHECK(reader.device.index == readers[0].device.index, "weights[", i, "]: expected a tensor on ",
+               device_text(readers[0].device), ", got one on ", device_text(reader.device));
     outs.push_back(torch::stable::empty_like(weights[i]));
     const Tensor* metric = metrics.empty() ? nullptr : &metrics[i];
     const CudaCall call = prox_call(reader, thresholds[i], squared[i], metric, linf, outs[i]);
     if (call.filters > 0) calls.push_back(call);
   }
-  STD_TORCH_CHECK(taken == rings.size(), "rings: expected one entry for each tap of each weight, got ", rings.size());
+  LOCO_CHECK(taken == rings.size(), "rings: expected one entry for each tap of each weight, got ", rings.size());
   if (calls.empty()) return outs;
   const JointTable table = build_joint(calls);
   run(table.bytes, table.memory, readers[0], weights[0],

@@ -230,7 +230,7 @@ def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.Monke
     monkeypatch.setattr(device_check, "missing_packages", lambda: {"test_a": "expecttest"})
     monkeypatch.setattr(device_check, "find_spec", lambda name: object())
     command = device_check.other_tests(settings(tmp_path, workers=4)).commands[-1]
-    assert command.arguments[-5:] == ["--ignore=tests/test_a.py", "-n", "4", "--dist", "loadfile"]
+    assert command.arguments[-5:] == ["--ignore=tests/test_a.py", "-n", "4", "--dist", "load"]
     assert "--ignore=tests/optim/test_cuda.py" in command.arguments
     assert set(command.environment) == {"PYTHONHASHSEED", "OMP_NUM_THREADS"}
     monkeypatch.setattr(device_check, "find_spec", lambda name: None if name == "xdist" else object())

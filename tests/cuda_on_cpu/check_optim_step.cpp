@@ -278,7 +278,7 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   GpuTable table;
   build(table, kCudaDivision, twins.gpu, {hyper.data(), 3, Rule::columns, lrs}, Rule::has_metric);
   const auto size = static_cast<int64_t>(table.bytes.size());
-  const Bytes memory = allocate(size + scratch_bytes<Rule>(table));
+  const Bytes memory = allocate(size), scratch = allocate(scratch_bytes<Rule>(table));
   upload(table.bytes.data(), memory.get(), size, nullptr);
   const double scale = s.grad_scale;
   const float found = s.found_inf ? 1 : 0;
@@ -288,7 +288,8 @@ void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std:
   for (const Storage& storage : twins.gpu_storages) of_tensors.emplace_back(storage.data(), storage.size(), 0);
   for (const Storage& storage : twins.cpu_storages)
     of_tensors.emplace_back(storage.data(), storage.size(), cuda_on_cpu::kHost);
-  CudaCall call{&table, memory.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
+  CudaCall call{&table,      memory.get(), scratch.get(), s.options, {scale != 0 ? &scale : nullptr, 1},
+                {&found, 0}, s.rounding,   nullptr};
   step_cuda<Rule>(call);
   if (launch_error() != nullptr) std::abort();
 }
