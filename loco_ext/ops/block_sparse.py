@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
-from torch.amp import is_autocast_available
 
 from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.geometry import BlockPattern
-from loco_ext.ops import backends, transforms
+from loco_ext.ops import autocast, backends, transforms
 from loco_ext.reference import block_sparse as _reference
 
 # Called once in a backward pass with an iterator over parts of the gradient of values: (blocks, gradient of
@@ -398,7 +397,7 @@ def _run_triton(name: str, *arguments: Any) -> Tensor:
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocast.is_enabled(device_type) else nullcontext()
 
 
 def _adjacent(activations: Tensor) -> Tensor:
@@ -460,7 +459,7 @@ def _reads_wide_values(x: Any, values: Any) -> bool:
     if not (isinstance(x, Tensor) and isinstance(values, Tensor) and values.dtype == torch.float32):
         return False
     device_type = x.device.type
-    if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not autocast.is_enabled(device_type):
         return False
     half = x.dtype != torch.float64 and torch.get_autocast_dtype(device_type).itemsize == 2
     return half and backends.choose(_FAMILY, x.device) == "triton"
@@ -473,7 +472,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 def _autocast(*tensors: Any) -> Any:
     """Return the tensors cast as torch.matmul's autocast rule does: all but float64 to autocast's dtype."""
     device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not autocast.is_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from loco_ext.ops import backends
+from loco_ext.ops import autocast, backends
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.reference import mixed_conv as _reference
 
@@ -146,12 +146,7 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    return not _is_cast(x.device.type) and backends.choose(_FAMILY, x.device) == "native"
-
-
-def _is_cast(device_type: str) -> bool:
-    """Return whether autocast chooses the dtype of convolutions on this device type."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return not autocast.is_enabled(x.device.type) and backends.choose(_FAMILY, x.device) == "native"
 
 
 def _check(
@@ -230,7 +225,7 @@ def _check_once_each(order: Tensor) -> None:
 
 
 def _check_tensor(name: str, tensor: Any, x: Tensor) -> None:
-    cast = isinstance(tensor, Tensor) and _is_cast(x.device.type)
+    cast = isinstance(tensor, Tensor) and autocast.is_enabled(x.device.type)
     if not isinstance(tensor, Tensor) or tensor.device != x.device or not (cast or tensor.dtype == x.dtype):
         raise TypeError(
             f"{name}: expected a tensor of x's dtype and device, {x.dtype} on {x.device}, got {_text(tensor)}"
