@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loco_ext.ops.streams import current_stream as _stream
+from loco_ext.ops.streams import is_capturing
+
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Copy arrays to the device in one piece, each padded to a multiple of 16 bytes, without waiting for the device.
@@ -66,12 +69,3 @@ class Uploads:
             recent.insert(0, entry)
             del recent[self.size :]
             return entry[1]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether the device's current stream captures a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -125,7 +125,9 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
     return None
 
 
+# torch.compile traces neither of the following, and ignores the caches of functions.
 @cache
+@torch.compiler.assume_constant_result
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -136,6 +138,7 @@ def forced() -> str | None:
 
 
 @cache
+@torch.compiler.assume_constant_result
 def _lacks_code(device: torch.device) -> str | None:
     """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
     if cuda_library is None or (device.index is None and not torch.cuda.is_available()):

@@ -21,6 +21,7 @@ from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops import transforms
+from loco_ext.ops.device_copies import DeviceCopies
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.ops.ring_prox import group_norms
 from loco_ext.penalties.penalty_checks import check_convolution
@@ -69,6 +70,10 @@ class Filters(ABC):
         ``w_n`` is the number of weights in the group to the power in :data:`WEIGHTINGS`.
         """
 
+    def factors_on(self, device: torch.device, weighting: str) -> Tensor:
+        """Return :meth:`factors` on a device; those of convolutions without waiting for it."""
+        return self.factors(weighting).to(device)
+
     @abstractmethod
     def split(self, weight: Tensor, fill: float = 0.0) -> Tensor:
         """Return the filters, differentiable; where some have fewer weights than others, padded with ``fill``."""
@@ -91,10 +96,18 @@ class ConvFilters(Filters):
         self.count = max(self.rings) + 1
         taps = itertools.accumulate(map(self.rings.count, range(self.count)))  # number of taps of each group
         self._roots = [math.sqrt(channels * number) for number in taps]
+        self._copies: dict[str, DeviceCopies] = {}  # of the factors, by weighting
 
     def factors(self, weighting: str, scale: float = 1.0) -> Tensor:
         exponent = 2 * WEIGHTINGS[weighting]
         return torch.tensor([scale * root**exponent for root in self._roots], dtype=torch.float64, device="cpu")
+
+    def factors_on(self, device: torch.device, weighting: str) -> Tensor:
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return self.factors(weighting).to(device)
+        if weighting not in self._copies:
+            self._copies[weighting] = DeviceCopies(self.factors(weighting))
+        return self._copies[weighting].on(device)
 
     def split(self, weight: Tensor, fill: float = 0.0) -> Tensor:
         return weight

@@ -150,7 +150,6 @@ class FoldedFactors:
     def __init__(self, penalty: FoldedPenalty, weight: Tensor) -> None:
         self.inner, self.batch_norm = penalty.penalty, penalty.batch_norm
         self.filters = self.inner.filters(weight)
-        self._weights = self.filters.factors(self.inner.weighting)
 
     @property
     def depend_on_direction(self) -> bool:
@@ -174,7 +173,7 @@ class FoldedFactors:
         ``Omega(k) / ||k||`` is pulled inwards by ``Omega``, which a prox handles, and outwards by ``1 / ||k||``, which
         remains.
         """
-        norms, weights = self._norms(weight), self._weights.to(weight.device)
+        norms, weights = self._norms(weight), self._weights_on(weight.device)
         turning = norms @ (weights if self._squares_filters else self._without_length(weights))
         pull = -self._slopes(norms @ weights, scales) * turning / lengths_of(weight).square()
         return torch.where(pull.isfinite(), pull, 0.0)
@@ -193,7 +192,7 @@ class FoldedFactors:
         if metric is not None and self._squares_filters:
             plain, squared, factors = 0 * plain, plain, size * inner.strength * scales.square()
         else:
-            factors = size * self._slopes(self._norms(weight) @ self._weights.to(weight.device), scales)
+            factors = size * self._slopes(self._norms(weight) @ self._weights_on(weight.device), scales)
             plain = self._without_length(plain)
         # The operator takes the penalty's factors on the host, so they are divided out on the device.
         safe = column_of(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
@@ -211,8 +210,8 @@ class FoldedFactors:
         ``size`` may also be one for each channel.
         """
         gamma, strength = gamma.double(), self.inner.strength
-        sizes = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
-        slopes = (self._norms(weight) @ self._weights.to(weight.device)) * self.reciprocal_sigma()
+        sizes = size.to(gamma).expand_as(gamma) if isinstance(size, Tensor) else torch.full_like(gamma, size)
+        slopes = (self._norms(weight) @ self._weights_on(weight.device)) * self.reciprocal_sigma()
         if self.inner.power == 1:
             length = (gamma.abs() - sizes * strength * slopes).clamp(min=0)
         elif self._squares_filters:
@@ -227,6 +226,9 @@ class FoldedFactors:
     def _squares_filters(self) -> bool:
         """Return whether each filter's sum is squared. In a metric, slopes at the former sum would miss the minimum."""
         return self.inner.power == 2 and isinstance(self.inner, RingPenalty)
+
+    def _weights_on(self, device: torch.device) -> Tensor:
+        return self.filters.factors_on(device, self.inner.weighting)
 
     def _norms(self, weight: Tensor) -> Tensor:
         return self.filters.norms(weight, self.inner.norm == "linf")

@@ -61,7 +61,7 @@ class _GroupPenalty(Penalty):
 
     def filter_values(self, weight: Tensor, filters: Filters) -> Tensor:
         """Return ``sum_n w_n ||k(G_n)||`` of each filter: float64, differentiable, ``(filters,)``."""
-        return (filters.norms(weight, self.norm == "linf") * filters.factors(self.weighting).to(weight.device)).sum(1)
+        return (filters.norms(weight, self.norm == "linf") * filters.factors_on(weight.device, self.weighting)).sum(1)
 
     def value(self, weight: Tensor) -> Tensor:
         """Return the penalty of one layer's weight: float64 scalar, differentiable; a zero norm has gradient 0."""

@@ -51,8 +51,12 @@ class Gpu:
     backend: str
 
     def step_in_place(self, case: Case) -> None:
-        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved."""
+        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved.
+
+        Versions of tensors whose copies have changed increase.
+        """
         storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        tensors: list[tuple[Tensor, Tensor, int]] = []
 
         def moved(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -61,7 +65,10 @@ class Gpu:
                 storages[storage.data_ptr()] = storage, copy
             copy = storages[storage.data_ptr()][1]
             empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
-            return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+            there = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+            there = torch._neg_view(there) if tensor.is_neg() else there
+            tensors.append((tensor, there, there._version))
+            return there
 
         def moved_option(name: str, value: Any) -> Any:
             if isinstance(value, list) and name == "lrs":
@@ -73,6 +80,7 @@ class Gpu:
         replace(case, lists=lists, options=options).step(self.backend, here=True)
         for storage, copy in storages.values():
             storage.copy_(copy)
+        torch.autograd.graph.increment_version(t for t, there, before in tensors if there._version > before)
 
 
 class Elsewhere(Protocol):

@@ -1,0 +1,13 @@
+"""What a CUDA device is doing for the host: its stream, and whether a CUDA graph is being captured."""
+
+import torch
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the device's current stream captures a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the device's current stream, 0 for devices without streams."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,50 @@
+"""Tests of the copies that DeviceCopies keeps, without a device."""
+
+import pytest
+import torch
+
+from loco_ext.ops import device_copies
+from loco_ext.ops.device_copies import DeviceCopies
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """Replace copies to a GPU by copies on the CPU, and list them; those of unpinned memory fail."""
+    found = []
+
+    class Pinned:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def to(self, device, non_blocking):
+            assert (device, non_blocking) == (GPU, True)
+            found.append(self.tensor.clone())
+            return found[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: Pinned(tensor))
+    monkeypatch.setattr(device_copies, "is_capturing", lambda device: False)
+    monkeypatch.setattr(device_copies, "current_stream", lambda device: 7)
+    return found
+
+
+def test_each_stream_has_one_copy(made, monkeypatch):
+    copies = DeviceCopies(torch.arange(3.0))
+    assert copies.on(torch.device("cpu")) is copies.tensor
+    first = copies.on(GPU)
+    assert first is copies.on(GPU) is made[0]
+    assert torch.equal(first, copies.tensor)
+    monkeypatch.setattr(device_copies, "current_stream", lambda device: 8)
+    assert copies.on(GPU) is made[1]
+    assert len(made) == 2
+
+
+def test_each_capture_of_a_graph_has_its_own_and_leaves_those_of_eager_calls(made, monkeypatch):
+    copies = DeviceCopies(torch.arange(3.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(device_copies, "is_capturing", lambda device: True)
+        captured = [copies.on(GPU), copies.on(GPU)]
+    assert all(a is b for a, b in zip(captured, made, strict=True))
+    assert copies.on(GPU) is made[2]  # what a capture copies is not there before the graph is replayed
+    assert all(copy is kept for (_pinned, copy), kept in zip(copies._of_graphs, captured, strict=True))
