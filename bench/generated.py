@@ -114,13 +114,14 @@ def description(report: dict[str, Any]) -> str:
 
 def gpu_description(report: dict[str, Any]) -> str:
     """Return GPU, versions and bandwidth in one paragraph."""
-    machine = report["machine"]
+    machine, effort = report["machine"], report["settings"]
     return (
         f"{machine['gpu']} ({machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] / 2**20:.0f} MB), "
         f"device copy {report['copy_bandwidth']['median'] / 1e9:,.0f} GB/s; host {machine['cpu']}. "
         f"Driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, triton {machine['triton']}; "
         f"{version(machine)}. Parameters, gradients and states have the dtype named; all columns of a row ran "
-        "interleaved in one process. Percentiles are in the JSON file." + not_measured(report)
+        f"interleaved in one process, for at least {effort['min_rounds']} rounds and {effort['min_seconds']:g} s. "
+        "Percentiles are in the JSON file." + not_measured(report)
     )
 
 

@@ -1,4 +1,4 @@
-"""A few figures of the committed results, for README.md: ours beside what one would use otherwise, one thread."""
+"""A few figures of the committed results, for README.md: ours beside what one would use otherwise."""
 
 import json
 from collections.abc import Iterator
@@ -38,6 +38,8 @@ ADAMW = "AdamW step of ResNet-50"
 PROX = "prox of `RingPenalty`, weight of 512 x 512 x 3 x 3"
 COMPACTED = "ResNet-18 compacted to half of its MACs, 32 images"
 CONNECTED = "locally connected 3x3 layer, 64 channels, 16x16 pixels, forward and backward, batch"
+GPU_LAYER = {"layer": "64-64 3x3 at 32", "pass": "training", "batch": 250, "arithmetic": "bfloat16"}
+CONNECTED_ON_GPU = "the same for 32x32 pixels in bfloat16, batch 250"
 PILCRO = "training step of ResNet-18, PILCRO at every tenth, mean"
 NORMS = "norms of the gradients of 1,200 units, 8 samples"
 FIGURES = [
@@ -63,15 +65,24 @@ FIGURES = [
     Figure("compact", COMPACT, COMPACTED, "compacted", "network", "the network itself"),
     Figure("block_sparse", LAYER | {"batch": 64}, f"{CONNECTED} 64", "ours NHWC", "conv2d NHWC", "conv2d"),
     Figure("block_sparse", LAYER | {"batch": 1}, f"{CONNECTED} 1", "ours NHWC", "conv2d NHWC", "conv2d"),
+    Figure("block_sparse_gpu", GPU_LAYER, CONNECTED_ON_GPU, "ours", "conv2d NHWC", "conv2d"),
     Figure("landscape", {"model": "resnet18"}, PILCRO, "ours", "plain step", "the same without PILCRO"),
     Figure("regions", {"batch": 8}, NORMS, "ours", "vmap_jacrev", "`vmap(jacrev)`"),
+    Figure(
+        "optim_step_gpu",
+        RESNET_50 | {"dtype": "float32", "mode": "graph"},
+        f"{ADAMW} with a locality, in a CUDA graph",
+        "cuda_loco",
+        "torch_fused",
+        "torch's fused AdamW, without locality",
+    ),
 ]
 
 
 def section(results: Path) -> str:
     """Return the Markdown of the table."""
     rows = [row for figure in FIGURES for row in rows_of(figure, results)]
-    title = "Milliseconds (medians) in float32 and one thread, both measured by turns in one process"
+    title = "Milliseconds (medians), measured by turns in one process; on CPUs float32, one thread"
     table = Table(title, ["what", "ms", "beside", "ms of that", "measured on"], rows)
     return f"\n{table.markdown()}\n\n"
 
@@ -80,7 +91,7 @@ def rows_of(figure: Figure, results: Path) -> Iterator[list[str]]:
     """Yield the row of each committed result that has the figure."""
     for path in sorted(results.glob(f"{figure.benchmark}-*.json")):
         report = json.loads(path.read_text())
-        wanted = figure.case | {"threads": 1}
+        wanted = figure.case | ({} if "gpu" in report["machine"] else {"threads": 1})
         for record in report[figure.records]:
             if wanted.items() <= record.items():
                 ours, peer = (milliseconds({"median": seconds(record, name)}) for name in (figure.ours, figure.peer))
@@ -89,11 +100,13 @@ def rows_of(figure: Figure, results: Path) -> Iterator[list[str]]:
 
 def seconds(record: Record, name: str) -> float:
     """Return the median time of a candidate; of a regulariser that few steps apply, the mean over all steps."""
-    share = record.get("amortised", {}).get(name)
-    return record["candidates"][name]["median"] if share is None else share * seconds(record, "plain step")
+    share, candidate = record.get("amortised", {}).get(name), record["candidates"][name]
+    return candidate.get("gpu", candidate)["median"] if share is None else share * seconds(record, "plain step")
 
 
 def machine(report: Record) -> str:
-    """Return CPU and torch in a few words."""
+    """Return CPU or GPU, and torch, in a few words."""
     facts = report["machine"]
+    if "gpu" in facts:
+        return f"{facts['gpu']}, torch {facts['torch']}, Triton {facts['triton']}"
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['cpu_capability']}, torch {facts['torch']}"
