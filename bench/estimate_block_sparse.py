@@ -204,7 +204,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
     of_gpu = block_sparse_tiles.GpuLimits(
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
-    replaced: dict[str, Any] = {"_tf32": lambda: tf32, "_gpu": lambda _device: of_gpu, **kernels}
+    replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu, **kernels}
     driver = Driver(ahead_of_time.gpu("cuda", arch))
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),

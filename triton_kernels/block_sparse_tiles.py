@@ -96,6 +96,11 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str:
     return "half" if dtype.itemsize == 2 else "tf32" if tf32 else "ieee"
 
 
+def cdiv(size: int, part: int) -> int:
+    """Return the number of parts; Triton's function of this name takes the host ten times as long."""
+    return -(-size // part)
+
+
 def unit_of(*sizes: int) -> int:
     """Return the largest power of 2 up to UNIT that divides all sizes."""
     return math.gcd(UNIT, *sizes)
@@ -155,11 +160,11 @@ def product(
     samples = _power(batch, min(by_hand, most.few_samples if width > 64 else most.samples))
     while 2 * _stage(samples, depth, width, dtype) > shared:
         samples //= 2
-    programs = products * triton.cdiv(channels, width)
+    programs = products * cdiv(channels, width)
     samples = _samples_of_a_program(batch, samples, width, programs, gpu.multiprocessors)
     # One stage computes, two or one load the next tiles, and as many load the pixels that tiles further ahead need.
     stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
-    parts = triton.cdiv(summed, depth)
+    parts = cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
     # On capability 10, which accumulates outside of registers, the limit would spill some.
     limited = tensor_cores and whole_copies and warps == 8 and gpu.capability in (8, 9, 12)
@@ -172,7 +177,7 @@ def _samples_of_a_program(batch: int, most: int, width: int, programs: int, mult
 
     def read(samples: int) -> int:
         """Return what it reads for each channel of the input: samples, and columns of a block."""
-        rounds = triton.cdiv(programs * triton.cdiv(batch, samples), multiprocessors)
+        rounds = cdiv(programs * cdiv(batch, samples), multiprocessors)
         return rounds * (min(samples, batch) + width)
 
     sizes = [most]
@@ -224,7 +229,7 @@ def gradient(
             break
         blocks *= 2
     warps = 8 if blocks * depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
-    programs = products * triton.cdiv(depth, depth_tile) * triton.cdiv(width, width_tile)
+    programs = products * cdiv(depth, depth_tile) * cdiv(width, width_tile)
     slices = _slices_of_a_row(row_blocks, programs, gpu.multiprocessors)
     form = BlockSparseForm(
         samples, depth_tile, width_tile, parts=parts, slices=slices, blocks=blocks, **_common(kind, units)
@@ -237,7 +242,7 @@ def _slices_of_a_row(row_blocks: float, programs: int, multiprocessors: int) -> 
 
     def read(slices: int) -> float:
         """Return the number of tiles that it reads: one of the output's gradient, and one for each block."""
-        return triton.cdiv(programs * slices, multiprocessors) * (1 + row_blocks / slices)
+        return cdiv(programs * slices, multiprocessors) * (1 + row_blocks / slices)
 
     choices = [slices_of(row_blocks)]
     while 2 * choices[-1] <= row_blocks:

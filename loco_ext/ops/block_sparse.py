@@ -111,11 +111,13 @@ class TracerWarningsIgnored(warnings.catch_warnings):
 
 
 def _checked(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> Any:
-    wide = _reads_wide_values(x, values)
-    if wide:
-        x, bias = _autocast(x, bias)
-    else:
-        x, values, bias = _autocast(x, values, bias)
+    wide = False
+    if autocast.is_enabled(x.device.type if isinstance(x, Tensor) else "cpu"):
+        wide = _reads_wide_values(x, values)
+        if wide:
+            x, bias = _cast(x, bias)
+        else:
+            x, values, bias = _cast(x, values, bias)
     _check(x, values, pattern, bias, torch.float32 if wide else None)
     return _transposed(x, x.dtype) if _has_fast_transpose(x) else x, values, bias
 
@@ -452,16 +454,13 @@ def _reads_by_channel(x: Tensor, values: Tensor) -> bool:
 
 
 def _reads_wide_values(x: Any, values: Any) -> bool:
-    """Return whether autocast would convert float32 values that the kernels can convert as they read them.
+    """Return whether autocast, which is on, would convert float32 values that kernels can convert as they read them.
 
     So the values are read once, and no copy of them is written nor kept for the backward pass.
     """
     if not (isinstance(x, Tensor) and isinstance(values, Tensor) and values.dtype == torch.float32):
         return False
-    device_type = x.device.type
-    if not autocast.is_enabled(device_type):
-        return False
-    half = x.dtype != torch.float64 and torch.get_autocast_dtype(device_type).itemsize == 2
+    half = x.dtype != torch.float64 and torch.get_autocast_dtype(x.device.type).itemsize == 2
     return half and backends.choose(_FAMILY, x.device) == "triton"
 
 
@@ -469,12 +468,9 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _autocast(*tensors: Any) -> Any:
+def _cast(*tensors: Any) -> Any:
     """Return the tensors cast as torch.matmul's autocast rule does: all but float64 to autocast's dtype."""
-    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not autocast.is_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu")
 
     def cast(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:

@@ -88,7 +88,7 @@ def run(data: bytes) -> bytes:
             if call.gpu is not None:
                 gpu = block_sparse_tiles.GpuLimits(**call.gpu)
                 patch.setattr(block_sparse, "_gpu", lambda _device, gpu=gpu: gpu)
-            patch.setattr(block_sparse, "_tf32", lambda call=call: call.tf32)
+            patch.setattr(block_sparse, "_tf32", lambda dtype, call=call: call.tf32)
             patch.setattr(torch, "empty", empty)
             results.append(call.products(block_sparse))
         assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"

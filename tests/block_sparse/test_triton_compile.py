@@ -113,7 +113,7 @@ class Compiler:
         with self.patch.context() as patch:
             target = gpu("hip" if arch == AMD else "cuda", arch)
             patch.setattr(triton.runtime.driver, "_active", Driver(target))
-            patch.setattr(block_sparse, "_tf32", lambda: tf32)
+            patch.setattr(block_sparse, "_tf32", lambda dtype: tf32)
             patch.setattr(block_sparse, "_gpu", lambda device: of_gpu)
             for name, kernel in kernels.items():
                 patch.setattr(block_sparse, name, kernel)
@@ -268,10 +268,10 @@ def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
             matmul.fp32_precision = "ieee" if allowed else "tf32"
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
                 assert torch.backends.cudnn.conv.fp32_precision == ("tf32" if allowed else "none")
-                assert block_sparse._tf32() == allowed
+                assert block_sparse._tf32(torch.float32) == allowed
                 with monkeypatch.context() as patch:
                     patch.setattr(torch.version, "hip", "7.0")
-                    assert not block_sparse._tf32()
+                    assert not block_sparse._tf32(torch.float32)
     finally:
         matmul.fp32_precision = before
 
