@@ -235,6 +235,9 @@ class BudgetSearch:
             key = tuple(chosen.tobytes() for chosen in sizes)
             if is_new := key not in known:
                 network, report = self._network(sizes)
+                if self.cost == "latency" and self._reached(report) <= self.share:
+                    # A search also finds what was fast by chance, and is not when it is timed again.
+                    report = max(report, self._network(sizes)[1], key=self._reached)
                 known[key] = self._reached(report)
             reached = known[key]
             if reached <= self.share:
