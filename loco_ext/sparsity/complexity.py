@@ -38,10 +38,12 @@ def complexity_penalties(
     input channels, divided by its groups. A layer contributes to its own term through ``s'_ij``, and to the terms of
     the layers that read it through ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
 
-    - the norm of the filter that produces it, through norms, activations and pooling;
-    - the root of the sum of squares of the norms of all filters that residual connections add up in it;
-    - 1 where no Conv module produces it, as for the image, or where a split or shuffle of channels hides which one
-      does.
+    - the norm of the filter that produces it, through norms, activations, pooling, and factors such as gates, which
+      are numbers for whole channels (of two factors of full size, the first counts);
+    - the root of the sum of squares of the norms of all filters that residual connections and other functions of
+      several tensors bring together in it;
+    - 1 where no Conv module produces it, as for the image, or where it is hidden which one does, behind a split or
+      shuffle of channels or an operation that mixes them.
 
     A channel that several layers read counts in the term of each of them.
 
@@ -295,12 +297,13 @@ class _Readers(fx.Interpreter):
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[LayerCall] = []
         self.channels: dict[fx.Node, ChannelNorms] = {}  # norms of the channels of tensors (N, C, ...)
+        self.shapes: dict[fx.Node, torch.Size] = {}  # of the same tensors
         self.names: dict[int, str] = {}  # name of the first module that has a weight, by the weight's id
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
         if isinstance(value, Tensor) and value.dim() > 1:
-            self.channels[node] = self._channels(node, value)
+            self.channels[node], self.shapes[node] = self._channels(node, value), value.shape
         return value
 
     def _channels(self, node: fx.Node, value: Tensor) -> ChannelNorms:
@@ -319,9 +322,33 @@ class _Readers(fx.Interpreter):
             whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
             sources = [whole] if len(whole) == value.shape[1] else sources  # else they join along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
-        if not fitting:
+        if not fitting or _hides_channels(node, name, value.dim()):
             return ChannelNorms(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])
-        return _added(fitting) if name == "add" else fitting[0]
+        if name in ("mul", "div"):  # a gate has the size of a channel
+            full = [self.channels[n] for n in node.all_input_nodes if self.shapes.get(n) == value.shape]
+            fitting = [*full, *fitting][:1]
+        return _added(fitting)
+
+
+def _hides_channels(node: fx.Node, name: str, dims: int) -> bool:
+    """Return whether channel i of the result may depend on others than channel i of what the node reads."""
+    if name in _MIXES_CHANNELS or (name == "linear" and dims == 2):
+        return True
+    if name not in _MOVES_AXES:
+        return False
+    axes: list[int] = []
+    for given in (*node.args[1:], *node.kwargs.values()):
+        axes += [int(axis) % dims for axis in (given if isinstance(given, list | tuple) else [given])]  # type: ignore[arg-type]
+    return axes[1] != 1 if name == "permute" else name == "roll" or 1 in axes
+
+
+_MIXES_CHANNELS = frozenset(
+    [
+        *("conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d", "convtranspose3d", "matmul", "mm", "bmm"),
+        *("einsum", "channelshuffle", "pixelshuffle", "pixelunshuffle", "sort", "cumsum", "softmax", "logsoftmax"),
+    ]
+)
+_MOVES_AXES = frozenset(["transpose", "swapaxes", "swapdims", "movedim", "permute", "flip", "roll"])
 
 
 def _concatenated(sources: list[ChannelNorms]) -> ChannelNorms:
@@ -334,4 +361,8 @@ def _concatenated(sources: list[ChannelNorms]) -> ChannelNorms:
 
 def _added(sources: list[ChannelNorms]) -> ChannelNorms:
     constant = torch.stack([source.constant for source in sources]).sum(0)
-    return ChannelNorms(constant, [writer for source in sources for writer in source.writers])
+    writers: list[tuple[str, Tensor, Tensor]] = []
+    for new in (writer for source in sources for writer in source.writers):
+        if not any(new[0] == old[0] and all(map(torch.equal, new[1:], old[1:])) for old in writers):
+            writers.append(new)
+    return ChannelNorms(constant, writers)

@@ -109,6 +109,45 @@ def test_residual_connections_concatenations_groups_and_repetitions():
     assert penalties["inner"].filter_strengths[1] == 0  # the channel is alive without it
 
 
+class Between(nn.Module):
+    """Two convolutions of four channels, an operation on their results, and a convolution that reads it."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.a, self.b, self.read = nn.Conv2d(2, 4, 1), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)
+        self.operation = operation
+
+    def forward(self, x):
+        return self.read(self.operation(self.a(x), self.b(x)))
+
+
+@pytest.mark.parametrize(
+    ("producers", "operation"),
+    [
+        ("a", lambda a, b: b.mean((2, 3), keepdim=True).sigmoid() * a),
+        ("a", lambda a, b: a * b.mean((2, 3), keepdim=True).sigmoid()),
+        ("b", lambda a, b: b / (1 + a.square().sum((2, 3), keepdim=True))),
+        ("ab", lambda a, b: a - b),
+        ("ab", lambda a, b: torch.lerp(a, b, 0.3)),
+        ("ab", torch.maximum),
+        ("a", lambda a, b: torch.where(a > 0, a, 0.1 * a)),
+        ("a", lambda a, b: a.flip(2).transpose(2, 3).permute(0, 1, 3, 2).relu()),
+        ("", lambda a, b: a.flip(1)),
+        ("", lambda a, b: torch.flip(a, (-3,))),
+        ("", lambda a, b: a.roll(1, 1)),
+        ("", lambda a, b: a.transpose(1, 2)),
+        ("", lambda a, b: a.permute(0, 2, 1, 3)),
+        ("", lambda a, b: torch.nn.functional.channel_shuffle(a, 2)),
+        ("", lambda a, b: torch.nn.functional.conv2d(a, torch.ones(4, 4, 1, 1))),
+    ],
+)
+def test_a_channel_has_the_norm_of_what_produces_it(producers, operation):
+    penalties = sparsity.complexity_penalties(Between(operation), (torch.zeros(1, 2, 4, 4),), 1.0)
+    (read,) = [call for call in penalties["read"].network.calls if call.layer == "read"]
+    assert sorted(name for name, _, _ in read.channels.writers) == list(producers)
+    assert read.channels.constant.tolist() == [0.0 if producers else 1.0] * 4
+
+
 def test_the_prox_is_the_minimum_over_one_layer():
     """Subgradient descent from the prox, with small steps, finds nothing lower."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3, padding=1)).double()
