@@ -71,7 +71,7 @@ FIGURES = [
     Figure(
         "optim_step_gpu",
         RESNET_50 | {"dtype": "float32", "mode": "graph"},
-        f"{ADAMW} with a locality, in a CUDA graph",
+        f"{ADAMW} with a locality, float32, in a CUDA graph",
         "cuda_loco",
         "torch_fused",
         "torch's fused AdamW, without locality",
@@ -82,7 +82,10 @@ FIGURES = [
 def section(results: Path) -> str:
     """Return the Markdown of the table."""
     rows = [row for figure in FIGURES for row in rows_of(figure, results)]
-    title = "Milliseconds (medians), measured by turns in one process; on CPUs float32, one thread"
+    title = (
+        "Milliseconds (medians), measured by turns in one process; on CPUs in float32 and one thread, "
+        "on GPUs their own time, caches cold"
+    )
     table = Table(title, ["what", "ms", "beside", "ms of that", "measured on"], rows)
     return f"\n{table.markdown()}\n\n"
 

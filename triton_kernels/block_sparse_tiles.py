@@ -97,7 +97,7 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str:
 
 
 def cdiv(size: int, part: int) -> int:
-    """Return the number of parts; Triton's function of this name takes the host ten times as long."""
+    """Return the number of parts; Triton's function of this name takes the host far longer."""
     return -(-size // part)
 
 

@@ -28,7 +28,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Ten
         The arrays' tensors on the device, and the host memory that they are copied from.
     """
     ends = list(accumulate(-(-array.nbytes // 16) * 16 for array in arrays))
-    host = torch.zeros(ends[-1], dtype=torch.uint8)
+    host = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
     begins = [0, *ends[:-1]]
     for begin, array in zip(begins, arrays, strict=True):
         host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)

@@ -57,6 +57,9 @@ class CudaTable {
     return *memory_;
   }
 
+  // Lets the next step upload everything.
+  void forget() { memory_.reset(); }
+
  private:
   static constexpr int64_t kUnit = 16;  // sections of a table begin at multiples of it
 
@@ -104,6 +107,7 @@ struct Cuda {
     call.scratch = bytes_of(scratch);
     step_cuda<Rule>(call);
     const char* error = launch_error();
+    if (error != nullptr) prepared.forget();
     LOCO_CHECK(error == nullptr, "optim_step: the GPU refused a kernel: ", error);
   }
 

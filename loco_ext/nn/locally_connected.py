@@ -146,7 +146,7 @@ class LocallyConnectedNd(nn.Module):
             pattern = pattern.to(x.device)
         pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.weight)
         y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
-        y = y.transpose(1, 2).view(y.shape[0], y.shape[2], *self.output_size)
+        y = y.view(y.shape[0], *self.output_size, y.shape[2]).movedim(-1, 1)
         if not suggests_channels_last(batch):
             y = contiguous(y)
         return y if x.dim() == self.axes + 2 else y.squeeze(0)

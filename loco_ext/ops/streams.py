@@ -5,7 +5,10 @@ import torch
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the device's current stream captures a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> int:

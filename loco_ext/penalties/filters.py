@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
@@ -103,11 +104,13 @@ class ConvFilters(Filters):
         return torch.tensor([scale * root**exponent for root in self._roots], dtype=torch.float64, device="cpu")
 
     def factors_on(self, device: torch.device, weighting: str) -> Tensor:
-        if device.type != "cuda" or torch.compiler.is_compiling():
+        # What compilers and dispatch modes make is theirs, and not for later calls.
+        if device.type != "cuda" or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return self.factors(weighting).to(device)
-        if weighting not in self._copies:
-            self._copies[weighting] = DeviceCopies(self.factors(weighting))
-        return self._copies[weighting].on(device)
+        with torch.inference_mode(False):
+            if weighting not in self._copies:
+                self._copies[weighting] = DeviceCopies(self.factors(weighting))
+            return self._copies[weighting].on(device)
 
     def split(self, weight: Tensor, fill: float = 0.0) -> Tensor:
         return weight

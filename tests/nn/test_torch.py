@@ -123,6 +123,15 @@ def test_dtypes_and_devices_follow_the_module():
     assert nn.utils.skip_init(LocallyConnected3d, 2, 3, 2, input_size=3).weight.shape == layer.weight.shape
 
 
+def test_a_layer_without_memory_compiles(fresh_dynamo):
+    """Autocast knows nothing of its device type."""
+    with torch.device("meta"):
+        layer, x = LocallyConnected2d(2, 4, 3, input_size=6), torch.empty(3, 2, 6, 6)
+    expected = layer(x)  # brings the pattern to the device
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert compiled(x).shape == expected.shape == (3, 4, 4, 4)
+
+
 def test_other_parameters_can_be_used():
     layer = LocallyConnected1d(2, 3, 3, input_size=7, dtype=torch.float64)
     x = torch.randn(4, 2, 7, dtype=torch.float64)

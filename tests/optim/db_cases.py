@@ -20,7 +20,7 @@ from torch.testing._internal import common_optimizers as database
 from loco_ext import optim
 
 # torch's test tools freeze torch.backends for the whole process; other tests set its flags.
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 OURS = {"SGD": optim.SGD, "Adam": optim.Adam, "AdamW": optim.AdamW}
 INFOS = {info.name: info for info in database.optim_db if info.name in OURS}

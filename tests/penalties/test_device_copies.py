@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from loco_ext.ops import device_copies
 from loco_ext.ops.device_copies import DeviceCopies
+from loco_ext.penalties.filters import ConvFilters
 
 GPU = torch.device("cuda", 0)
 
@@ -47,4 +49,19 @@ def test_each_capture_of_a_graph_has_its_own_and_leaves_those_of_eager_calls(mad
         captured = [copies.on(GPU), copies.on(GPU)]
     assert all(a is b for a, b in zip(captured, made, strict=True))
     assert copies.on(GPU) is made[2]  # what a capture copies is not there before the graph is replayed
-    assert all(copy is kept for (_pinned, copy), kept in zip(copies._of_graphs, captured, strict=True))
+
+
+def test_the_factors_of_filters_are_ordinary_tensors_whatever_the_first_call_was_in(made):
+    filters = ConvFilters(torch.Size([3, 3, 3]), "half", "auto")
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises((RuntimeError, AssertionError)),
+    ):  # there is no GPU, and nothing is replaced
+        filters.factors_on(GPU, "plain")
+    assert not made
+    with torch.inference_mode():
+        first = filters.factors_on(GPU, "plain")
+    assert first is filters.factors_on(GPU, "plain")
+    assert not first.is_inference()
+    assert torch.equal(first, filters.factors("plain"))
+    assert len(made) == 1

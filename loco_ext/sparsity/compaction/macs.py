@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loco_ext.ops import backends
@@ -50,18 +50,19 @@ def _in_counted_operators(model: nn.Module) -> Iterator[None]:
     For recurrent layers oneDNN and cuDNN are switched off, which makes convolutions slow, but their count is the same.
     """
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
-    before = torch.backends.mha.get_fastpath_enabled(), [library.enabled for library in libraries]
+    fast, one_dnn, cudnn = torch.backends.mha.get_fastpath_enabled(), _C._get_mkldnn_enabled(), _C._get_cudnn_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for library in libraries:  # their contexts flags() would change settings of precision, too
-            library.enabled = False
+        # The contexts flags() of torch.backends would change settings of precision, too, and its attributes may be
+        # frozen.
+        _C._set_mkldnn_enabled(one_dnn and not recurrent)
+        _C._set_cudnn_enabled(cudnn and not recurrent)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before[0])
-        for library, enabled in zip(libraries, before[1], strict=True):
-            library.enabled = enabled
+        torch.backends.mha.set_fastpath_enabled(fast)
+        _C._set_mkldnn_enabled(one_dnn)
+        _C._set_cudnn_enabled(cudnn)
 
 
 def samples_in(shapes: Sequence[Sequence[int]]) -> int:

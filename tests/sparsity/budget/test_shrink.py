@@ -143,8 +143,9 @@ class Alone(nn.Module):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("training", [False, True])
-def test_attention_and_recurrent_layers_count(training: bool) -> None:
-    """Five tokens of 16 numbers, in torch's fused operators too."""
+def test_attention_and_recurrent_layers_count(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens of 16 numbers, in torch's fused operators too, and with flags of torch.backends that are frozen."""
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", False)
     x, projections, products = torch.randn(3, 5, 16), 4 * 16 * 16 * 5, 2 * 5 * 5 * 16
     block = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     for layer, expected in (
