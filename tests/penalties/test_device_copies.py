@@ -53,10 +53,8 @@ def test_each_capture_of_a_graph_has_its_own_and_leaves_those_of_eager_calls(mad
 
 def test_the_factors_of_filters_are_ordinary_tensors_whatever_the_first_call_was_in(made):
     filters = ConvFilters(torch.Size([3, 3, 3]), "half", "auto")
-    with (
-        FlopCounterMode(display=False),
-        pytest.raises((RuntimeError, AssertionError)),
-    ):  # there is no GPU, and nothing is replaced
+    # Under a mode nothing is kept: the factors go to the GPU, which is not there.
+    with FlopCounterMode(display=False), pytest.raises((RuntimeError, AssertionError)):
         filters.factors_on(GPU, "plain")
     assert not made
     with torch.inference_mode():
