@@ -92,7 +92,7 @@ def description(report: dict[str, Any]) -> str:
         return gpu_description(report)
     if report["benchmark"].endswith("_estimate"):
         return (
-            f"Estimates from compiled code: no GPU has been measured. Triton {machine['triton']} and its ptxas; "
+            f"Estimates from compiled code, not measurements. Triton {machine['triton']} and its ptxas; "
             f"{version(machine)}."
         )
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
