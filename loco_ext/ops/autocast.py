@@ -1,4 +1,4 @@
-"""Whether autocast is on."""
+"""A query of autocast that torch.compile can trace."""
 
 import torch
 from torch.amp import is_autocast_available
@@ -10,5 +10,5 @@ _AVAILABLE = frozenset(filter(is_autocast_available, _TYPES))
 
 
 def is_enabled(device_type: str) -> bool:
-    """Return whether autocast is on for a device type; torch.compile can trace this."""
+    """Return whether autocast is on for a device type."""
     return device_type in _AVAILABLE and torch.is_autocast_enabled(device_type)

@@ -1,4 +1,4 @@
-"""What a CUDA device is doing for the host: its stream, and whether a CUDA graph is being captured."""
+"""Queries of a CUDA device: its current stream, and whether that stream captures a CUDA graph."""
 
 import torch
 

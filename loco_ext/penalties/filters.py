@@ -104,7 +104,7 @@ class ConvFilters(Filters):
         return torch.tensor([scale * root**exponent for root in self._roots], dtype=torch.float64, device="cpu")
 
     def factors_on(self, device: torch.device, weighting: str) -> Tensor:
-        # What compilers and dispatch modes make is theirs, and not for later calls.
+        # A tensor that is made under a compiler or a dispatch mode belongs to it; later calls must not get it.
         if device.type != "cuda" or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return self.factors(weighting).to(device)
         with torch.inference_mode(False):
