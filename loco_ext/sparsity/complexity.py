@@ -336,10 +336,13 @@ def _hides_channels(node: fx.Node, name: str, dims: int) -> bool:
         return True
     if name not in _MOVES_AXES:
         return False
-    axes: list[int] = []
-    for given in (*node.args[1:], *node.kwargs.values()):
-        axes += [int(axis) % dims for axis in (given if isinstance(given, list | tuple) else [given])]  # type: ignore[arg-type]
-    return axes[1] != 1 if name == "permute" else name == "roll" or 1 in axes
+    given: list[Any] = []
+    for argument in (*node.args[1:], *node.kwargs.values()):
+        given += argument if isinstance(argument, list | tuple) else [argument]
+    if name == "roll" or not all(isinstance(axis, int) for axis in given):  # numbers that the network computes
+        return True
+    axes = [axis % dims for axis in given]
+    return axes[1] != 1 if name == "permute" else 1 in axes
 
 
 _MIXES_CHANNELS = frozenset(

@@ -134,6 +134,7 @@ class Between(nn.Module):
         ("a", lambda a, b: a.flip(2).transpose(2, 3).permute(0, 1, 3, 2).relu()),
         ("", lambda a, b: a.flip(1)),
         ("", lambda a, b: torch.flip(a, (-3,))),
+        ("", lambda a, b: a.flip(a.dim() - 2)),
         ("", lambda a, b: a.roll(1, 1)),
         ("", lambda a, b: a.transpose(1, 2)),
         ("", lambda a, b: a.permute(0, 2, 1, 3)),
