@@ -7,6 +7,7 @@ multiprocessors. `python -m bench.estimate_block_sparse` shows what the kernels 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ LEAST = 16  # smallest size of a tile of tl.dot along each axis
 UNIT = 16  # largest unit, in elements
 Units = tuple[int, int]  # the units of x and of y
 BLOCKS_OF_A_PROGRAM = 16  # most blocks, approximately, whose gradients one program computes
+NARROW = 64  # channels on either side of a gradient's tile that is narrower than the block
 BLOCKS_OF_A_TILE = 4  # most blocks whose gradients are in one tile
 SHARED_REGISTERS = 128  # most registers of a thread, of 256, with which two programs fit on a multiprocessor
 DEPTHWISE_ELEMENTS, DEPTHWISE_CHANNELS = 2048, 64  # most elements and channels of a depthwise tile
@@ -34,18 +36,19 @@ class Most:
     """The largest tiles for a kind of arithmetic."""
 
     samples: int
-    summed: int  # channels that are summed over, or samples if the batch does not fit
+    summed: int  # channels that are summed over
     channels: int  # channels of the product
     few_samples: int  # samples if the tile has more than 64 channels
     block: int  # channels on either side of a block's gradient
+    part: int  # samples that it is summed over at a time, if the batch does not fit
     accumulated: int  # largest result, in elements, for 4 warps; larger ones take 8
 
 
 MOST = {
-    "half": Most(256, 64, 128, 128, 128, 128 * 64),
-    "tf32": Most(256, 32, 128, 128, 64, 128 * 64),
-    "ieee": Most(128, 16, 64, 128, 64, 64 * 64),  # no tensor cores: operands are in each thread's registers
-    "double": Most(64, 16, 64, 64, 64, 32 * 32),
+    "half": Most(256, 64, 128, 128, 128, 128, 128 * 64),
+    "tf32": Most(128, 64, 128, 128, 64, 64, 64 * 64),
+    "ieee": Most(128, 16, 64, 128, 64, 32, 128 * 64),  # no tensor cores: operands are in each thread's registers
+    "double": Most(64, 16, 64, 64, 64, 16, 32 * 32),
 }
 
 
@@ -158,8 +161,9 @@ def product(
     depth = _power(summed, most.summed // 2 if tensor_cores and gpu.multiplies_registers else most.summed)
     by_hand = _most_by_hand(depth, units[0], dtype)
     samples = _power(batch, min(by_hand, most.few_samples if width > 64 else most.samples))
-    while 2 * _stage(samples, depth, width, dtype) > shared:
-        samples //= 2
+    buffers = 1 if _stages(2, kind, gpu) == 1 else 2
+    while buffers * _stage(samples, depth, width, dtype) > shared // 2 and depth > LEAST:
+        depth //= 2
     programs = products * cdiv(channels, width)
     samples = _samples_of_a_program(batch, samples, width, programs, gpu.multiprocessors)
     # One stage computes, two or one load the next tiles, and as many load the pixels that tiles further ahead need.
@@ -205,36 +209,61 @@ def gradient(
 ) -> TilePlan:
     """Return the plan for the gradient of blocks ``[depth, width]``.
 
-    The output gradients of an output pixel, of all samples, are loaded once for all of its blocks if they and two tiles
-    of the input fit into half of the shared memory. Otherwise each is loaded once for several blocks.
+    The output gradients of an output pixel, of all samples, are loaded once for all of its blocks if they and the tiles
+    of the input fit into the shared memory. Otherwise each is loaded once for several blocks.
 
     Args:
         products: number of output pixels times groups.
         row_blocks: number of blocks of an output pixel, on average.
     """
     kind = kind_of(dtype, tf32)
-    most = MOST[kind]
+    most, tensor_cores, stages = MOST[kind], kind in ("half", "tf32"), _stages(3, kind, gpu)
     depth_tile, width_tile = _power(depth, most.block), _power(width, most.block)
-    whole = _power(batch, min(_most_by_hand(depth_tile, units[0], dtype), _most_by_hand(width_tile, units[1], dtype)))
-    needed = whole * (2 * depth_tile + width_tile) * dtype.itemsize + depth_tile * width_tile * 4
-    tensor_cores = kind in ("half", "tf32")
-    fits = whole >= batch and tensor_cores and needed <= gpu.shared_memory // 2
-    samples = whole if fits else min(whole, most.summed)
+    whole = _whole_batch(batch, depth_tile, width_tile, dtype, gpu, units, stages) if tensor_cores else None
+    if whole is not None:
+        samples, depth_tile, width_tile = whole
+    else:
+        depth_tile, width_tile = min(depth_tile, NARROW), min(width_tile, NARROW)
+        samples = min(_samples_of_a_gradient(batch, depth_tile, width_tile, dtype, units), most.part)
     parts = 1 if samples >= batch else 2
     # Small copies need many addresses, and each takes two registers.
-    many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= 64 * 64
+    many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= NARROW * NARROW
     blocks = 1
     while parts > 1 and tensor_cores and not many and blocks < min(BLOCKS_OF_A_TILE, row_blocks):
         if 2 * blocks * depth_tile * width_tile > most.accumulated:
             break
         blocks *= 2
-    warps = 8 if blocks * depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
+    large = blocks * depth_tile * width_tile > most.accumulated or samples > (NARROW if parts > 1 else 128)
     programs = products * cdiv(depth, depth_tile) * cdiv(width, width_tile)
     slices = _slices_of_a_row(row_blocks, programs, gpu.multiprocessors)
     form = BlockSparseForm(
         samples, depth_tile, width_tile, parts=parts, slices=slices, blocks=blocks, **_common(kind, units)
     )
-    return TilePlan(form, warps, _stages(3, kind, gpu))
+    return TilePlan(form, 8 if large or many else 4, stages)
+
+
+def _samples_of_a_gradient(batch: int, depth: int, width: int, dtype: torch.dtype, units: Units) -> int:
+    """Return the most samples that can be loaded at a time for the gradient of a block ``[depth, width]``."""
+    return _power(batch, min(_most_by_hand(depth, units[0], dtype), _most_by_hand(width, units[1], dtype)))
+
+
+def _whole_batch(
+    batch: int, depth: int, width: int, dtype: torch.dtype, gpu: GpuLimits, units: Units, stages: int
+) -> tuple[int, int, int] | None:
+    """Return samples, depth and width of a tile for all samples of the batch; None if none fits.
+
+    It is narrower than the block if that lets two programs fit on a multiprocessor.
+    """
+    narrow_depth, narrow_width = min(depth, NARROW), min(width, NARROW)
+    tiles = [(depth, width), (narrow_depth, width), (narrow_depth, narrow_width)]
+    for limit, (d, w) in itertools.product((gpu.shared_memory // 2, gpu.shared_memory), tiles):
+        samples = _samples_of_a_gradient(batch, d, w, dtype, units)
+        # While tiles of the input are loaded ahead, there are two of them beside a result that is rearranged for its
+        # store; otherwise there is one, whose memory the result may use.
+        inputs, result = (1, 0) if stages == 1 else (2, d * w * 4)
+        if samples >= batch and samples * (inputs * d + w) * dtype.itemsize + result <= limit:
+            return samples, d, w
+    return None
 
 
 def _slices_of_a_row(row_blocks: float, programs: int, multiprocessors: int) -> int:
