@@ -256,6 +256,26 @@ def test_one_stage_where_triton_leaves_out_the_fence():
         assert all((plan.stages == 1) == (arithmetic not in ("float32", "double")) for plan in plans)
 
 
+@pytest.mark.parametrize(
+    ("batch", "tf32", "fences", "tile"),
+    [
+        (250, False, False, (256, 64, 128)),
+        (250, False, True, (256, 64, 64)),
+        (100, False, True, (128, 64, 128)),
+        (60, False, True, (64, 128, 128)),
+        (250, True, False, (256, 64, 64)),
+        (1000, False, True, (128, 64, 64)),
+    ],
+)
+def test_a_gradients_tile_is_narrower_if_the_whole_batch_then_fits(batch, tf32, fences, tile):
+    from loco_ext.triton_kernels import block_sparse_tiles as tiles
+
+    gpu = tiles.GpuLimits(SHARED_MEMORY[90], fences)
+    plan = tiles.gradient(batch, 256, 256, F32 if tf32 else BF16, tf32, gpu, (16, 16), 64, 9.0)
+    assert (plan.form.samples, plan.form.depth, plan.form.width) == tile
+    assert plan.form.parts == (1 if batch <= 256 else 2)
+
+
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
 @pytest.mark.parametrize("arch", [slow(80), 90, slow(100)])
 def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, product, arch):
