@@ -132,15 +132,15 @@ void FilterSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, 
 
 template <typename T>
 void FilterSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& scale, T* out) {
-  double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings], left[kMaxRings];
+  double t[kMaxRings], inverses[kMaxRings], coefficients[kMaxRings], left[kMaxRings];
   const int rings = shape_.rings;
   int first = 0;  // first ring that does not vanish
   double sum = 0;
-  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
+  for (int r = 0; r < rings; ++r) inverses[r] = inverse_root(sum += zero_.power[0][r]);
   const auto solve = [&](double factor) {
     merge_scaled(thresholds, rings, factor, scale, t);
     first = first_alive(t);
-    find_coefficients(norms, t, first, coefficients, left);
+    find_coefficients(inverses, t, first, coefficients, left);
   };
   const auto found = [&](int r, double) { return Damped{left[r], 0}; };
   const auto penalty = [&](const double* of) {
@@ -214,17 +214,17 @@ struct FilterSolver<T>::AllWeights {
 
 // Write c of each ring from `first` on, and to `left` each ring's remaining sum of squares.
 template <typename T>
-void FilterSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients,
+void FilterSolver<T>::find_coefficients(const double* inverses, const double* t, int first, double* coefficients,
                                         double* left) {
   const int rings = shape_.rings;
   if (first == rings) return;  // all rings vanish
   if (moderate_) {
     ModelArrays arrays;
     ModelSearch<T> search;
-    bool more = search.begin(zero_.view(), arrays, norms, t, first, rings);
+    bool more = search.begin(zero_.view(), arrays, inverses, t, first, rings);
     do {
       if (more) sum_moments(search.wide(), arrays.c0, arrays.sums);
-      more = search.next(zero_.view(), arrays, norms, t, first, rings);
+      more = search.next(zero_.view(), arrays, inverses, t, first, rings);
     } while (more);
     std::copy(arrays.coefficients + first, arrays.coefficients + rings, coefficients + first);
     std::copy(arrays.squares + first, arrays.squares + rings, left + first);
@@ -233,7 +233,7 @@ void FilterSolver<T>::find_coefficients(const double* norms, const double* t, in
   const AllWeights weights{*this};
   const DirectSums<const AllWeights> sums{weights};
   double derivatives[kMaxRings];
-  solve_metric<true>(sums, norms, t, first, rings, coefficients, derivatives);
+  solve_metric<true>(sums, inverses, t, first, rings, coefficients, derivatives);
   for (int r = first; r < rings; ++r) left[r] = sums(r, coefficients[r]).squares;
 }
 

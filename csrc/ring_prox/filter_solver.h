@@ -48,7 +48,7 @@ class FilterSolver {
   void point_to(const T* u, const T* d) { u_ = u, d_ = d; }
   bool transposes() const { return !shape_.channels_fastest; }
   void transpose_channels();
-  void find_coefficients(const double* norms, const double* t, int first, double* coefficients, double* left);
+  void find_coefficients(const double* inverses, const double* t, int first, double* coefficients, double* left);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
   void set_infinite_metrics_aside(double* floors);

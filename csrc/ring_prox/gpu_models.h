@@ -130,12 +130,12 @@ struct SharedArrays {
         pole(array(12)),
         moving(array(13)),
         derivatives(array(14)),
-        norms(array(15)),
+        inverses(array(15)),
         t(array(16)) {}
 
   double* weighed;  // sums of (d u)^2, behind the moments for c = 0
   double *sums, *c0, *coefficients, *squares, *pole, *moving, *derivatives;
-  double *norms, *t;  // of u on rings 0..r, and thresholds
+  double *inverses, *t;  // 1 over norms of u on rings 0..r, and thresholds
 
   LOCO_DEVICE MomentsView zero() const { return {begin, rings}; }
   LOCO_DEVICE MomentsView moments() const { return {sums, rings}; }
@@ -168,7 +168,7 @@ struct L2ByModels {
     if (threadIdx.x == 0) {
       double sum = 0;
       LOCO_NO_UNROLL
-      for (int r = 0; r < rings; ++r) a.norms[r] = std::sqrt(sum += a.begin[r]);
+      for (int r = 0; r < rings; ++r) a.inverses[r] = inverse_root(sum += a.begin[r]);
     }
     int alive = 0;  // copy of `first` in registers: no thread may read the original while thread 0 writes it
     const auto solve = [&](double factor) {
@@ -183,7 +183,7 @@ struct L2ByModels {
         __syncthreads();
       }
       alive = first;
-      if (threadIdx.x == 0) more = alive < rings && search.begin(a.zero(), a, a.norms, a.t, alive, rings);
+      if (threadIdx.x == 0) more = alive < rings && search.begin(a.zero(), a, a.inverses, a.t, alive, rings);
       __syncthreads();
       if (alive == rings) return;
       do {
@@ -193,7 +193,7 @@ struct L2ByModels {
           sum_moments<float, false>(sums, alive, a.c0, a.sums);
         }
         __syncthreads();  // `more` has been read
-        if (threadIdx.x == 0) more = search.next(a.zero(), a, a.norms, a.t, alive, rings);
+        if (threadIdx.x == 0) more = search.next(a.zero(), a, a.inverses, a.t, alive, rings);
         __syncthreads();
       } while (more);
     };

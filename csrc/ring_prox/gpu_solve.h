@@ -262,7 +262,7 @@ struct ScaledWeights {
 };
 
 struct L2InMetric {
-  double squares[kMaxRings], weighed[kMaxRings], norms[kMaxRings], t[kMaxRings], factors[kMaxRings],
+  double squares[kMaxRings], weighed[kMaxRings], inverses[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
   int first;             // first ring that does not vanish
   int weighed_exponent;  // exponent of the power of two that scales `weighed`
@@ -277,7 +277,7 @@ struct L2InMetric {
     const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
       double sum = 0;
-      for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares[r]);
+      for (int r = 0; r < rings; ++r) inverses[r] = inverse_root(sum += squares[r]);
     }
     int alive = 0;  // copy of `first` in registers: no thread may read the original while thread 0 writes it
     const auto solve = [&](double factor) {
@@ -289,7 +289,7 @@ struct L2InMetric {
       }
       __syncthreads();
       alive = first;
-      solve_metric(in_metric, norms, t, alive, rings, OfLeader{coefficients}, OfLeader{derivatives});
+      solve_metric(in_metric, inverses, t, alive, rings, OfLeader{coefficients}, OfLeader{derivatives});
       __syncthreads();
     };
     const auto penalty = [&](const double* of) {

@@ -40,22 +40,32 @@ struct Shot {
   double miss, derivative;
 };
 
-// Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. norms[r] is the norm
-// of u on rings 0..r.
-LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
+// Return 1 / sqrt(x), which GPUs have an instruction for.
+LOCO_HD double inverse_root(double x) {
+#if defined(__CUDA_ARCH__)
+  return rsqrt(x);
+#else
+  return 1 / std::sqrt(x);
+#endif
+}
+
+// Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. inverses[r] is 1 over
+// the norm of u on rings 0..r.
+LOCO_HD double least_coefficient(const double* inverses, const double* t, int first, int rings) {
   double least = 0;
   LOCO_NO_UNROLL
-  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
+  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] * inverses[r];
   return least;
 }
 
 // Follow c from ring `first` to beyond the last ring and return how far it misses 0. sums(r, c) returns Damped of ring
-// r. Where c of a ring is below its lower bound, the difference is added to the miss, and the recursion continues from
-// the bound. Writes c of each ring and its derivative by c of ring `first`.
+// r, and least is the lower bound of ring `first`. Where c of a ring is below its lower bound, the difference is added
+// to the miss, and the recursion continues from the bound. Writes c of each ring and its derivative by c of ring
+// `first`.
 template <class Sums, class Array>
-LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
-                   Array derivatives) {
-  double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
+LOCO_HD Shot shoot(Sums& sums, const double* inverses, const double* t, int first, int rings, double c, double least,
+                   Array coefficients, Array derivatives) {
+  double squares = 0, slope = 0, derivative = 1;
   Shot lacking{0, 0};
   LOCO_NO_UNROLL
   for (int r = first; r < rings; ++r) {
@@ -70,10 +80,10 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
     squares += ring.squares;
     slope += ring.slope * derivative;
     if (t[r] == 0) continue;
-    const double pull = t[r] / std::sqrt(squares);
+    const double inverse = inverse_root(squares), pull = t[r] * inverse;
     c -= pull;
-    derivative -= pull * slope / squares;
-    least -= t[r] / norms[r];
+    derivative -= pull * (slope * inverse) * inverse;
+    least -= t[r] * inverses[r];
   }
   return {c + lacking.miss, derivative + lacking.derivative};
 }
@@ -85,9 +95,10 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 // alone may stay short for ever. Return the derivative of c beyond the last ring by that of the first, or 0 if there
 // was nothing to solve.
 template <bool uneven = false, class Sums, class Array>
-LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
+LOCO_HD double solve_metric(Sums& sums, const double* inverses, const double* t, int first, int rings, Array coefficients,
                             Array derivatives, double start = 0) {
-  double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  const double least = least_coefficient(inverses, t, first, rings);
+  double lower = least, upper = kInfinity, c = lower;
   if (start > c) c = start;
   if (start / 2 > lower) lower = start / 2;
   if (!(c > 0 && c < kInfinity)) {
@@ -97,7 +108,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
   }
   double step = kInfinity, derivative = 1;
   for (int i = 0; i < kMostTrials && std::fabs(step) > sums.tolerance() * c; ++i) {
-    const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
+    const Shot shot = shoot(sums, inverses, t, first, rings, c, least, coefficients, derivatives);
     (shot.miss < 0 ? lower : upper) = c;
     double next = c - shot.miss / shot.derivative;
     const bool slow = uneven && i >= kMostNewton && i % 2 == 0;
@@ -251,7 +262,7 @@ class ModelSearch {
  public:
   // Begin with the moments for c = 0. Return whether next() needs moments for arrays.c0 first.
   template <class Arrays>
-  LOCO_HD bool begin(MomentsView zero, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+  LOCO_HD bool begin(MomentsView zero, Arrays& arrays, const double* inverses, const double* t, int first, int rings) {
     solved_ = 0;
     from_zero_ = true;
     LOCO_NO_UNROLL
@@ -259,21 +270,21 @@ class ModelSearch {
     wide_ = sizeof(T) == 8 || !are_safe<T>(zero.power(3), first, rings);
     LOCO_NO_UNROLL
     for (int r = 0; r < rings; ++r) {
-      arrays.c0[r] = r < first || from_zero_ ? 0 : least_coefficient(norms, t, r, rings);
+      arrays.c0[r] = r < first || from_zero_ ? 0 : least_coefficient(inverses, t, r, rings);
     }
     return !from_zero_;
   }
 
   // Solve a model. Return whether another one has to be solved, with moments for arrays.c0.
   template <class Arrays>
-  LOCO_HD bool next(MomentsView zero, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+  LOCO_HD bool next(MomentsView zero, Arrays& arrays, const double* inverses, const double* t, int first, int rings) {
     const bool at_zero = solved_ == 0 && from_zero_;
     const MomentsView moments = at_zero ? zero : arrays.moments();
     if (!at_zero && !wide_ &&
         !(are_safe<T>(moments.power(0), first, rings) && are_safe<T>(moments.power(3), first, rings))) {
       return wide_ = true;
     }
-    return solve(moments, arrays, norms, t, first, rings);
+    return solve(moments, arrays, inverses, t, first, rings);
   }
 
   // Return whether moments are to be summed in float64.
@@ -281,14 +292,14 @@ class ModelSearch {
 
  private:
   template <class Arrays>
-  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* norms, const double* t, int first, int rings) {
+  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* inverses, const double* t, int first, int rings) {
     constexpr int kMostModels = 20;
     constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
     constexpr double kRoughly = 1e-6;   // relative error of sums in float32
     constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
     const MetricModel<Arrays> model(moments, arrays, first, rings, wide_ ? 1e-9 : 3e-5);
     const double derivative =
-        solve_metric(model, norms, t, first, rings, arrays.coefficients, arrays.derivatives, arrays.c0[first]);
+        solve_metric(model, inverses, t, first, rings, arrays.coefficients, arrays.derivatives, arrays.c0[first]);
     double error = 0, least = kInfinity;
     LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) {
@@ -299,7 +310,7 @@ class ModelSearch {
     }
     if (derivative == 0) return false;
     const double c = arrays.coefficients[first];
-    if (wide_ && c > kVanished * least_coefficient(norms, t, first, rings)) {
+    if (wide_ && c > kVanished * least_coefficient(inverses, t, first, rings)) {
       LOCO_NO_UNROLL
       for (int r = first; r < rings; ++r) arrays.coefficients[r] = kInfinity, arrays.squares[r] = 0;
       return false;

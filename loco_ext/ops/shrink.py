@@ -21,6 +21,8 @@ from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.optim_step import prox_sizes
 from loco_ext.reference.rounding import RoundedResults, store_all
 
+MOST_IN_A_BATCH = 2**24  # elements of the parameters on a GPU that are shrunk together
+
 
 def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
     """Return whether compiled kernels apply the penalty's prox at the end of the parameter's step."""
@@ -43,16 +45,36 @@ def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], l
 
     Those that share launches on a GPU come together, all others one by one.
     """
-    joint = []
+    joint: list[int] = []
+    alone: list[int] = []
     for i in chosen:
-        penalty, w = args.penalties[i], args.params[i]
-        assert penalty is not None
-        if isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(w):
-            joint.append(i)
-        else:
-            yield [i], [prox_of(penalty, w, *_prox_sizes(args, [i])[0])]
+        penalty = args.penalties[i]
+        shares = isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(args.params[i])
+        (joint if shares else alone).append(i)
+    for batch in _batches(args, alone):
+        proxes = []
+        for i, size in zip(batch, _prox_sizes(args, batch), strict=True):
+            penalty = args.penalties[i]
+            assert penalty is not None
+            proxes.append(prox_of(penalty, args.params[i], *size))
+        yield batch, proxes
     if joint:
         yield joint, _prox_of_joint(args, joint)
+
+
+def _batches(args: StepArgs, chosen: Sequence[int]) -> Iterator[list[int]]:
+    """Divide parameters into batches whose metrics are computed together, of which a GPU's memory holds copies."""
+    batch: list[int] = []
+    elements = 0
+    for i in chosen:
+        w = args.params[i]
+        if batch and (w.device.type != "cuda" or elements + w.numel() > MOST_IN_A_BATCH):
+            yield batch
+            batch, elements = [], 0
+        batch.append(i)
+        elements += w.numel()
+    if batch:
+        yield batch
 
 
 def _prox_sizes(args: StepArgs, chosen: Sequence[int]) -> list[tuple[Any, Tensor | None]]:

@@ -68,11 +68,22 @@ def _denominators(
 ) -> list[Tensor]:
     """Return Adam's ``sqrt(v / (1 - beta2^step)) + eps`` of each parameter."""
     roots = _correctly_rounded_sqrts(vs)
-    counts = [step.double() if isinstance(step, Tensor) else step for step in steps]
-    divisors = [(1 - beta2**count) ** 0.5 for beta2, count in zip(beta2s, counts, strict=True)]
-    torch._foreach_div_(roots, [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)])
+    torch._foreach_div_(roots, _corrections(roots, steps, beta2s))
     torch._foreach_add_(roots, epsilons)
     return roots
+
+
+def _corrections(roots: list[Tensor], steps: Sequence[Any], beta2s: Sequence[float]) -> list[Tensor]:
+    """Return ``sqrt(1 - beta2^step)`` of each parameter in the dtype and on the device of its root."""
+    if all(isinstance(step, Tensor) and step.device == roots[0].device for step in steps):
+        kinds = {(beta2, root.dtype) for beta2, root in zip(beta2s, roots, strict=True)}
+        if len(kinds) == 1 and len(steps) > 1:  # one launch for all parameters
+            ((beta2, dtype),) = kinds
+            counted = torch.stack([step.reshape(()) for step in steps]).double()
+            return list(((1 - beta2**counted) ** 0.5).to(dtype).unbind())
+    counts = [step.double() if isinstance(step, Tensor) else step for step in steps]
+    divisors = [(1 - beta2**count) ** 0.5 for beta2, count in zip(beta2s, counts, strict=True)]
+    return [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)]
 
 
 def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:

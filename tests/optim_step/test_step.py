@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loco_ext import geometry, ops
+from loco_ext import geometry, ops, optim, sparsity
+from loco_ext.ops import shrink
 from tests.covering import covering
 from tests.optim_step.cases import (
     FLOATS,
@@ -261,3 +262,26 @@ def test_nothing_to_step_is_no_error():
     hyper = torch.zeros(0, 4, dtype=torch.float64)
     ops.optim_step_sgd([], [], [], hyper)
     ops.optim_step_adam([], [], [], [], [], [], torch.zeros(0, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", [optim.SGD, optim.Adam])
+def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rule, dtype):
+    # As on a GPU. Kernels apply no penalty on largest weights, so that their prox follows the step.
+    def stepped() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [torch.randn(n, 2, 3, 3, dtype=dtype).requires_grad_() for n in (4, 1, 3)]
+        kinds = sparsity.RingPenalty(2.0, norm="linf"), sparsity.KernelPenalty(1.0, norm="linf"), None
+        optimizer = rule(params, lr=0.1, penalty=list(kinds))
+        for step in range(3):
+            for i, param in enumerate(params):  # the second parameter has fewer steps than the first
+                param.grad = torch.randn_like(param) if step > 0 or i != 1 else None
+            optimizer.step()
+        return params
+
+    one_by_one = stepped()
+    monkeypatch.setattr(shrink, "_batches", lambda _args, chosen: [list(chosen)])
+    together = stepped()
+    assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
+    sizes = together[0].detach().abs().flatten()
+    assert len(sizes.unique()) < len(sizes) - 4  # largest weights have been clipped to the same size
