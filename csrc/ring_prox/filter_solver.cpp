@@ -136,7 +136,7 @@ void FilterSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& 
   const int rings = shape_.rings;
   int first = 0;  // first ring that does not vanish
   double sum = 0;
-  for (int r = 0; r < rings; ++r) inverses[r] = inverse_root(sum += zero_.power[0][r]);
+  for (int r = 0; r < rings; ++r) inverses[r] = 1 / std::sqrt(sum += zero_.power[0][r]);
   const auto solve = [&](double factor) {
     merge_scaled(thresholds, rings, factor, scale, t);
     first = first_alive(t);

@@ -168,7 +168,7 @@ struct L2ByModels {
     if (threadIdx.x == 0) {
       double sum = 0;
       LOCO_NO_UNROLL
-      for (int r = 0; r < rings; ++r) a.inverses[r] = inverse_root(sum += a.begin[r]);
+      for (int r = 0; r < rings; ++r) a.inverses[r] = 1 / std::sqrt(sum += a.begin[r]);
     }
     int alive = 0;  // copy of `first` in registers: no thread may read the original while thread 0 writes it
     const auto solve = [&](double factor) {

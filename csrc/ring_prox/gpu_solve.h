@@ -277,7 +277,7 @@ struct L2InMetric {
     const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
       double sum = 0;
-      for (int r = 0; r < rings; ++r) inverses[r] = inverse_root(sum += squares[r]);
+      for (int r = 0; r < rings; ++r) inverses[r] = 1 / std::sqrt(sum += squares[r]);
     }
     int alive = 0;  // copy of `first` in registers: no thread may read the original while thread 0 writes it
     const auto solve = [&](double factor) {

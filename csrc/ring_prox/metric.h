@@ -40,15 +40,6 @@ struct Shot {
   double miss, derivative;
 };
 
-// Return 1 / sqrt(x), which GPUs have an instruction for.
-LOCO_HD double inverse_root(double x) {
-#if defined(__CUDA_ARCH__)
-  return rsqrt(x);
-#else
-  return 1 / std::sqrt(x);
-#endif
-}
-
 // Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. inverses[r] is 1 over
 // the norm of u on rings 0..r.
 LOCO_HD double least_coefficient(const double* inverses, const double* t, int first, int rings) {
@@ -80,7 +71,7 @@ LOCO_HD Shot shoot(Sums& sums, const double* inverses, const double* t, int firs
     squares += ring.squares;
     slope += ring.slope * derivative;
     if (t[r] == 0) continue;
-    const double inverse = inverse_root(squares), pull = t[r] * inverse;
+    const double inverse = 1 / std::sqrt(squares), pull = t[r] * inverse;
     c -= pull;
     derivative -= pull * (slope * inverse) * inverse;
     least -= t[r] * inverses[r];
