@@ -35,6 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from loco_ext.triton_kernels.sizes import cdiv
 
 from bench import ahead_of_time, harness, machine, tables
 from bench.ahead_of_time import Driver, Warmed
@@ -114,11 +115,6 @@ class Call:
     def floor(self) -> int:
         """Return the bytes that any implementation reads or writes."""
         return self.activations * self.itemsize + self.values()
-
-
-def cdiv(size: int, tile: int) -> int:
-    """Return the number of tiles."""
-    return -(-size // tile)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
     values_kernel,
 )
 from loco_ext.triton_kernels.block_sparse_transpose import tile_of, transpose_kernel
+from loco_ext.triton_kernels.sizes import cdiv
 from torch import Tensor
 
 # Bytes of shared memory assumed without a GPU: for the interpreter, and for tests that compile for other machines.
@@ -69,7 +70,7 @@ def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     height, width = tile_of(rows, columns)
     sizes = rows // row_unit, columns // column_unit, x.stride(0) // row_unit, x.stride(2) // row_unit
     with _device(x):
-        kernel = transpose_kernel[(batch * tiles.cdiv(rows, height) * tiles.cdiv(columns, width),)]
+        kernel = transpose_kernel[(batch * cdiv(rows, height) * cdiv(columns, width),)]
         kernel(x, y, *sizes, row_unit, column_unit, height, width)
     return y
 
@@ -90,14 +91,12 @@ def _value_gradient(
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units, tiles.slices_of(nnz / rows))
         kernel, sizes = depthwise_values_kernel, (batch, groups // units[1])
-        programs = rows * plan.form.slices * tiles.cdiv(groups, plan.form.width)
+        programs = rows * plan.form.slices * cdiv(groups, plan.form.width)
     else:
         arithmetic = x.dtype, _tf32(x.dtype), _gpu(x.device)
         plan = tiles.gradient(batch, depth, width, *arithmetic, units, rows * groups, nnz / rows)
         kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
-        programs = (
-            rows * groups * plan.form.slices * tiles.cdiv(depth, plan.form.depth) * tiles.cdiv(width, plan.form.width)
-        )
+        programs = rows * groups * plan.form.slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
     strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
     with _device(x):
         kernel[(programs,)](x, grad, crow_indices, col_indices, values, *sizes, *strides, **plan.options())
@@ -123,12 +122,12 @@ def _product(
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units)
         kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
-        programs = rows * tiles.cdiv(groups, plan.form.width) * tiles.cdiv(batch, plan.form.samples)
+        programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
     else:
         arithmetic = x.dtype, _tf32(x.dtype), _gpu(x.device)
         plan = tiles.product(batch, summed, width, *arithmetic, units, transposed, rows * groups)
         kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
-        programs = rows * groups * tiles.cdiv(width, plan.form.width) * tiles.cdiv(batch, plan.form.samples)
+        programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
     strides = _strides(x, units[0])
     with _device(x):
         kernel[(programs,)](x, values, crow, pixels, blocks, bias, y, *sizes, *strides, **plan.options())

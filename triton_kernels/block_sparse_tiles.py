@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from loco_ext.triton_kernels.block_sparse_kernels import BlockSparseForm
+from loco_ext.triton_kernels.sizes import cdiv, next_power_of_2
 
 LEAST = 16  # smallest size of a tile of tl.dot along each axis
 UNIT = 16  # largest unit, in elements
@@ -46,7 +46,7 @@ class Most:
 
 MOST = {
     "half": Most(256, 64, 128, 128, 128, 128, 128 * 64),
-    "tf32": Most(128, 64, 128, 128, 64, 64, 64 * 64),
+    "tf32": Most(128, 64, 128, 128, 128, 64, 64 * 64),
     "ieee": Most(128, 16, 64, 128, 64, 32, 128 * 64),  # no tensor cores: operands are in each thread's registers
     "double": Most(64, 16, 64, 64, 64, 16, 32 * 32),
 }
@@ -99,11 +99,6 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str:
     return "half" if dtype.itemsize == 2 else "tf32" if tf32 else "ieee"
 
 
-def cdiv(size: int, part: int) -> int:
-    """Return the number of parts; Triton's function of this name takes the host far longer."""
-    return -(-size // part)
-
-
 def unit_of(*sizes: int) -> int:
     """Return the largest power of 2 up to UNIT that divides all sizes."""
     return math.gcd(UNIT, *sizes)
@@ -111,7 +106,7 @@ def unit_of(*sizes: int) -> int:
 
 def _power(size: int, most: int) -> int:
     """Return the smallest power of 2 that is at least ``size``, limited to between LEAST and ``most``."""
-    return min(max(triton.next_power_of_2(size), LEAST), most)
+    return min(max(next_power_of_2(size), LEAST), most)
 
 
 def _common(kind: str, units: Units) -> dict[str, Any]:
@@ -167,13 +162,14 @@ def product(
     programs = products * cdiv(channels, width)
     samples = _samples_of_a_program(batch, samples, width, programs, gpu.multiprocessors)
     # One stage computes, two or one load the next tiles, and as many load the pixels that tiles further ahead need.
-    stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
+    # With operands in each thread's registers, two would be slower.
+    two = 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 and kind != "ieee"
     parts = cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
     # On capability 10, which accumulates outside of registers, the limit would spill some.
     limited = tensor_cores and whole_copies and warps == 8 and gpu.capability in (8, 9, 12)
     form = BlockSparseForm(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
-    return TilePlan(form, warps, _stages(stages, kind, gpu), SHARED_REGISTERS if limited else None)
+    return TilePlan(form, warps, _stages(5 if two else 3, kind, gpu), SHARED_REGISTERS if limited else None)
 
 
 def _samples_of_a_program(batch: int, most: int, width: int, programs: int, multiprocessors: int) -> int:
@@ -217,7 +213,9 @@ def gradient(
         row_blocks: number of blocks of an output pixel, on average.
     """
     kind = kind_of(dtype, tf32)
-    most, tensor_cores, stages = MOST[kind], kind in ("half", "tf32"), _stages(3, kind, gpu)
+    most, tensor_cores = MOST[kind], kind in ("half", "tf32")
+    # In TF32, an H100 takes a third longer with tiles that are loaded ahead.
+    stages = 1 if kind == "tf32" and gpu.capability == 9 else _stages(3, kind, gpu)
     depth_tile, width_tile = _power(depth, most.block), _power(width, most.block)
     whole = _whole_batch(batch, depth_tile, width_tile, dtype, gpu, units, stages) if tensor_cores else None
     if whole is not None:
@@ -252,11 +250,13 @@ def _whole_batch(
 ) -> tuple[int, int, int] | None:
     """Return samples, depth and width of a tile for all samples of the batch; None if none fits.
 
-    It is narrower than the block if that lets two programs fit on a multiprocessor.
+    It is narrower than the block if that lets two programs fit on a multiprocessor, and may be so large that only one
+    does if all copies have 16 bytes: addresses of smaller ones would take too many registers.
     """
+    limits = [gpu.shared_memory // 2, *([gpu.shared_memory] if min(units) * dtype.itemsize >= 16 else [])]
     narrow_depth, narrow_width = min(depth, NARROW), min(width, NARROW)
     tiles = [(depth, width), (narrow_depth, width), (narrow_depth, narrow_width)]
-    for limit, (d, w) in itertools.product((gpu.shared_memory // 2, gpu.shared_memory), tiles):
+    for limit, (d, w) in itertools.product(limits, tiles):
         samples = _samples_of_a_gradient(batch, d, w, dtype, units)
         # While tiles of the input are loaded ahead, there are two of them beside a result that is rearranged for its
         # store; otherwise there is one, whose memory the result may use.
@@ -287,8 +287,8 @@ def slices_of(row_blocks: float) -> int:
 @_cached
 def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> TilePlan:
     """Return the plan for blocks of one element."""
-    width = min(triton.next_power_of_2(channels), DEPTHWISE_CHANNELS)
-    samples = min(triton.next_power_of_2(max(batch, 1)), DEPTHWISE_ELEMENTS // width)
+    width = min(next_power_of_2(channels), DEPTHWISE_CHANNELS)
+    samples = min(next_power_of_2(max(batch, 1)), DEPTHWISE_ELEMENTS // width)
     kind = kind_of(dtype, tf32=False)
     form = BlockSparseForm(samples, 1, width, slices=slices, **_common(kind, units))
     return TilePlan(form, warps=max(1, min(4, samples * width // 128)), stages=3)

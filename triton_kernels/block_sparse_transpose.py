@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import triton
 import triton.language as tl
+from loco_ext.triton_kernels.sizes import next_power_of_2
 
 ELEMENTS, SIDE = 4096, 64  # of a tile, and along each of its sides unless the other one has fewer
 
@@ -22,9 +23,9 @@ ELEMENTS, SIDE = 4096, 64  # of a tile, and along each of its sides unless the o
 @lru_cache(maxsize=256)
 def tile_of(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns of a tile, powers of 2."""
-    side = min(triton.next_power_of_2(rows), SIDE)
-    width = min(triton.next_power_of_2(columns), ELEMENTS // side)
-    return min(triton.next_power_of_2(rows), ELEMENTS // width), width
+    side = min(next_power_of_2(rows), SIDE)
+    width = min(next_power_of_2(columns), ELEMENTS // side)
+    return min(next_power_of_2(rows), ELEMENTS // width), width
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "sample_stride", "column_stride"])

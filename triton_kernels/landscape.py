@@ -18,6 +18,7 @@ from contextlib import nullcontext
 import torch
 import triton
 import triton.language as tl
+from loco_ext.triton_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 BLOCK = 64  # pixels of a program of the sums; with ROWS, what it reads at a time
@@ -226,10 +227,10 @@ def landscape(
     scratch = torch.empty((4, height, width), dtype=torch.float64, device=g.device)
     size = squares.numel()
     with _device(g.device):
-        sums_kernel[(triton.cdiv(size, BLOCK),)](
+        sums_kernel[(cdiv(size, BLOCK),)](
             g, weights, squares, samples, width, height * width, size, g.stride(), BLOCK=BLOCK, ROWS=ROWS
         )
-        block = min(triton.next_power_of_2(height * width), MOST_PIXELS)
+        block = min(next_power_of_2(height * width), MOST_PIXELS)
         maps = squares, stencil, target, scratch, loss, image, laplacian, slope
         map_kernel[(1,)](*maps, channels, height, width, K=stencil.shape[0], BLOCK=block, num_warps=8)
     return loss, image, laplacian, slope
@@ -243,7 +244,7 @@ def landscape_backward(g: Tensor, weights: Tensor, slope: Tensor, grad: Tensor) 
     if len(g):
         with _device(g.device):
             sizes = g.shape[3], pixels, size, g.stride()
-            block = min(triton.next_power_of_2(size), MOST_PIXELS)
+            block = min(next_power_of_2(size), MOST_PIXELS)
             backward_kernel[(len(g),)](g, weights, slope.contiguous(), grad, u, by_weights, *sizes, BLOCK=block)
     return u, by_weights
 

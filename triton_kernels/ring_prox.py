@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from loco_ext.triton_kernels.ring_prox_kernels import norms_kernel, prox_kernel
 from loco_ext.triton_kernels.ring_prox_weights import WeightForm
+from loco_ext.triton_kernels.sizes import next_power_of_2
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
@@ -164,14 +164,14 @@ def form_of(
 ) -> WeightForm:
     """Return the compile-time constants of a kernel; ``most``: the most taps of a ring."""
     channels, taps = weight.shape[1], weight.shape[2:].numel()
-    block = triton.next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
+    block = next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
     return WeightForm(
         weight=DTYPES[weight.dtype],
         metric=None if metric is None else DTYPES[metric.dtype],
         linf=linf,
         squared=squared,
         block=block,
-        padded_rings=triton.next_power_of_2(count),
+        padded_rings=next_power_of_2(count),
         taps_fastest=channels == 1 or weight.stride(1) != 1,
         aligned=aligned,
         wide=channels * taps > NARROW,

@@ -263,7 +263,8 @@ def test_one_stage_where_triton_leaves_out_the_fence():
         (250, False, True, (256, 64, 64)),
         (100, False, True, (128, 64, 128)),
         (60, False, True, (64, 128, 128)),
-        (250, True, False, (256, 64, 64)),
+        (250, True, False, (256, 64, 128)),
+        (250, True, True, (256, 64, 64)),
         (1000, False, True, (128, 64, 64)),
     ],
 )
