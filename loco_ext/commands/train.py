@@ -15,7 +15,15 @@ from loco_ext.experiments import curves, data, processes
 from loco_ext.experiments import run as runs
 from loco_ext.experiments.compacting import read_trained
 from loco_ext.experiments.models import digest, load_weights
-from loco_ext.experiments.settings import PRESETS, PRESETS_MEAN, Settings, SettingsError, from_preset
+from loco_ext.experiments.settings import (
+    EFFECTS,
+    PRESETS,
+    PRESETS_MEAN,
+    Settings,
+    SettingsError,
+    check_effects,
+    from_preset,
+)
 from loco_ext.experiments.tensorboard import TensorBoard
 from loco_ext.experiments.train import make_model
 from loco_ext.foreign_checkpoints import CheckpointError
@@ -62,6 +70,7 @@ def run(
     if teacher is not None:
         options.setdefault("distillation", WEIGHT)
     setting = from_preset(preset, **options)
+    check_effects(setting, EFFECTS, options)
     if setting.penalty is not None and setting.strength == 0:
         raise SettingsError(f"strength: expected more than 0 with a penalty, got {setting.strength}")
     milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None

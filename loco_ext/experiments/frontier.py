@@ -17,6 +17,7 @@ factor.
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +35,8 @@ from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import begin
-from loco_ext.experiments.settings import Settings, SettingsError, check_fields
+from loco_ext.experiments.settings import EFFECTS as TRAINING_EFFECTS
+from loco_ext.experiments.settings import Effects, Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.fx.modules import put
@@ -165,6 +167,39 @@ class FrontierSettings:
         """Return the training settings of one point."""
         point = replace(self.training, width=width, strength=strength, folded=self.batch_norm == "scaled")
         return replace(point, solver="subgradient" if self.method == "subgradient" else "prox")
+
+
+def _penalises(settings: FrontierSettings) -> bool:
+    return settings.method != "width"
+
+
+def _chooses_strengths(settings: FrontierSettings) -> bool:
+    return _penalises(settings) and settings.strengths is None
+
+
+def _trains_first(settings: FrontierSettings) -> bool:
+    return settings.dense_epochs > 0
+
+
+def _uses_sgd(settings: FrontierSettings) -> bool:
+    first = _trains_first(settings) and settings.dense_optimizer == "sgd"
+    return first or (_penalises(settings) and settings.training.optimizer == "sgd")
+
+
+def _of_training(has_effect: Callable[[Settings], bool]) -> Callable[[FrontierSettings], bool]:
+    return lambda settings: has_effect(settings.training)
+
+
+_WITH_PENALTY = "the methods prox and subgradient"
+EFFECTS: Effects = {
+    **{name: (_of_training(has_effect), needed) for name, (has_effect, needed) in TRAINING_EFFECTS.items()},
+    **dict.fromkeys(("epochs", "learning_rate", "optimizer", "path", "strengths"), (_penalises, _WITH_PENALTY)),
+    **dict.fromkeys(("points", "span"), (_chooses_strengths, f"{_WITH_PENALTY}, and without strengths")),
+    "dense_learning_rate": (_trains_first, "at least one of dense_epochs"),
+    "momentum": (_uses_sgd, "the optimizer sgd, of the points or the first training"),
+    "taus": (lambda settings: settings.method == "subgradient", "the method subgradient"),
+    "widths": (lambda settings: settings.method == "width", "the method width"),
+}
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Settings that determine a training run: the same settings give the same numbers on the same kind of machine."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -46,6 +46,18 @@ def check_fields(settings: Any) -> None:
                 raise SettingsError(f"{name}: expected a finite number, at least {option.min}, got {value}")
             if option.max is not None and value > option.max:
                 raise SettingsError(f"{name}: expected at most {option.max}, got {value}")
+
+
+# By option, when it has an effect, and what it needs for that.
+Effects = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+
+def check_effects(settings: Any, effects: Effects, given: Mapping[str, Any]) -> None:
+    """Raise SettingsError for an option that was given and has no effect beside the others."""
+    for name, value in given.items():
+        has_effect, needed = effects.get(name, (lambda _: True, ""))
+        if not has_effect(settings):
+            raise SettingsError(f"{name}: expected it only with {needed}, got {value}")
 
 
 BUDGETS = ("macs", "parameters", "latency")
@@ -373,6 +385,16 @@ class Settings:
                 f"data: expected at least {2 * processes} training samples, got {len(data.train.labels)}"
             )
 
+
+EFFECTS: Effects = {
+    "momentum": (lambda settings: settings.optimizer == "sgd", "the optimizer sgd"),
+    "factor": (lambda settings: settings.schedule == "steps", "the schedule steps"),
+    "locality": (lambda settings: settings.weight_decay > 0 or settings.locality is None, "a weight decay"),
+    "crop": (lambda settings: settings.augment, "augment"),
+    "weighting": (lambda settings: settings.penalty is not None, "a penalty"),
+    "kind": (lambda settings: settings.penalty in ("rings", "complexity"), "the penalty rings or complexity"),
+    "solver": (lambda settings: settings.penalty is not None, "a penalty"),
+}
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "quick": {"epochs": 8, "schedule": "cosine", "milestones": ()}}
 PRESETS_MEAN = (
