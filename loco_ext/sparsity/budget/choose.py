@@ -31,7 +31,7 @@ _RISE = 1.25  # factor between one price and the next
 _RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
 _LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
-_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
+_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 16, 20, 16, 64
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,13 @@ class SizeProblem:
         self._alone = np.asarray([layer.reads is None for layer in layers])
         self._units = np.asarray([layer.unit for layer in layers])
         self._blocks = _blocks_that_share_classes(layers, count)
+        # By the first layer of a block: the classes that its layers write, and what is lost with each.
+        self._written = {
+            block[0]: np.unique(np.concatenate([layers[i].writes for i in block])) for block in self._blocks
+        }
+        self._gone = {
+            block[0]: sum(self._summed(layers[i], layers[i].lost[:, -1]) for i in block) for block in self._blocks
+        }
 
     def whole(self) -> Sizes:
         """Return the first choice for every filter."""
@@ -200,6 +207,10 @@ class SizeProblem:
         least = min(layer.unit for layer in self.layers)
         return _FIRST_PRICE * total / whole, _RISE * total / least
 
+    def _summed(self, layer: LayerChoices, values: Floats) -> Floats:
+        """Return the sums of the values of a layer's filters over each class."""
+        return np.bincount(layer.writes, values, minlength=len(self.fixed)).astype(np.float64)
+
     def _writers(self, layer: LayerChoices) -> Integers:
         """Return how many of a layer's filters write each class."""
         return np.bincount(layer.writes, minlength=len(self.fixed))
@@ -223,16 +234,14 @@ class SizeProblem:
         Args:
             sizes, stays, taps: sizes, and what follows from them; those of the block are replaced.
         """
-        reading, before = price * self._prices_of_classes(taps), [sizes[i] for i in block]
-        keep, go = reading.copy(), np.zeros(len(self.fixed))
-        values, best, inputs = {}, {}, self._inputs(stays)
+        keep, before = price * self._prices_of_classes(taps), [sizes[i] for i in block]
+        best, inputs = {}, self._inputs(stays)
         for i in block:
             layer = self.layers[i]
-            values[i] = layer.lost + price * layer.unit * inputs[i] * layer.taps
-            best[i] = values[i][:, :-1].argmin(1)
-            np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
-            np.add.at(go, layer.writes, layer.lost[:, -1])
-        kept = self._chosen(block, go - keep)
+            values = layer.lost + price * layer.unit * inputs[i] * layer.taps
+            best[i] = values[:, :-1].argmin(1)
+            keep += self._summed(layer, values[np.arange(len(best[i])), best[i]])
+        kept = self._chosen(block, self._gone[block[0]] - keep)
         for i in block:
             layer = self.layers[i]
             stays[layer.writes] = kept[layer.writes]
@@ -244,12 +253,13 @@ class SizeProblem:
         """Return which classes of layers that share classes stay, given what each gains if it does."""
         kept = self.fixed | (gains > 0)
         for layer in (self.layers[i] for i in block):
-            gone = np.unique(layer.writes[~kept[layer.writes]])
-            missing = max(0, layer.least - int(kept[layer.writes].sum()))
-            kept[gone[np.argsort(-gains[gone], kind="stable")[:missing]]] = True
+            missing = layer.least - int(kept[layer.writes].sum())
+            if missing > 0:
+                gone = np.unique(layer.writes[~kept[layer.writes]])
+                kept[gone[np.argsort(-gains[gone], kind="stable")[:missing]]] = True
         if self.round_to == 1:
             return kept
-        written = self._written(block)
+        written = self._written[block[0]]
         count = int(kept[written].sum())
         if above := count % self.round_to:
             spare = written[(kept & ~self.fixed & (gains > 0))[written]]
@@ -263,10 +273,6 @@ class SizeProblem:
             else:
                 kept[others] = True
         return kept
-
-    def _written(self, block: list[int]) -> Integers:
-        """Return the classes that layers write."""
-        return np.unique(np.concatenate([self.layers[i].writes for i in block]))
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
@@ -326,7 +332,7 @@ class SizeProblem:
         """
         stays, found = self.stays(sizes), []
         for block in self._blocks:
-            lost, written = np.zeros(len(self.fixed)), self._written(block)
+            lost, written = np.zeros(len(self.fixed)), self._written[block[0]]
             for layer, chosen in ((self.layers[i], sizes[i]) for i in block):
                 np.add.at(lost, layer.writes, layer.lost[:, -1] - layer.lost[np.arange(len(chosen)), chosen])
             spare = written[(stays & ~self.fixed)[written]]
@@ -367,7 +373,7 @@ class SizeProblem:
                 cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
                 gain = sum(won[n] for (won, _, _), n in pairs) / cost
                 whole.setdefault(one, []).append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
-        missing = [[whole[one] for one in self._written(block) if one in whole] for block in self._blocks]
+        missing = [[whole[one] for one in self._written[block[0]] if one in whole] for block in self._blocks]
         return [_several(each, self.round_to) for each in missing]
 
     @staticmethod
