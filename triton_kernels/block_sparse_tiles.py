@@ -205,8 +205,9 @@ def gradient(
 ) -> TilePlan:
     """Return the plan for the gradient of blocks ``[depth, width]``.
 
-    The output gradients of an output pixel, of all samples, are loaded once for all of its blocks if they and the tiles
-    of the input fit into the shared memory. Otherwise each is loaded once for several blocks.
+    With tensor cores, the output gradients of an output pixel, of all samples, are loaded once for all of its blocks if
+    they and the tiles of the input fit into the shared memory (see _whole_batch). Otherwise each is loaded once for
+    several blocks.
 
     Args:
         products: number of output pixels times groups.
@@ -229,6 +230,8 @@ def gradient(
     blocks = 1
     while parts > 1 and tensor_cores and not many and blocks < min(BLOCKS_OF_A_TILE, row_blocks):
         if 2 * blocks * depth_tile * width_tile > most.accumulated:
+            break
+        if samples * (2 * blocks * depth_tile + 2 * width_tile) * dtype.itemsize > gpu.shared_memory:
             break
         blocks *= 2
     large = blocks * depth_tile * width_tile > most.accumulated or samples > (NARROW if parts > 1 else 128)

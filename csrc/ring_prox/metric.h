@@ -86,8 +86,8 @@ LOCO_HD Shot shoot(Sums& sums, const double* inverses, const double* t, int firs
 // alone may stay short for ever. Return the derivative of c beyond the last ring by that of the first, or 0 if there
 // was nothing to solve.
 template <bool uneven = false, class Sums, class Array>
-LOCO_HD double solve_metric(Sums& sums, const double* inverses, const double* t, int first, int rings, Array coefficients,
-                            Array derivatives, double start = 0) {
+LOCO_HD double solve_metric(Sums& sums, const double* inverses, const double* t, int first, int rings,
+                            Array coefficients, Array derivatives, double start = 0) {
   const double least = least_coefficient(inverses, t, first, rings);
   double lower = least, upper = kInfinity, c = lower;
   if (start > c) c = start;
@@ -283,7 +283,8 @@ class ModelSearch {
 
  private:
   template <class Arrays>
-  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* inverses, const double* t, int first, int rings) {
+  LOCO_HD bool solve(MomentsView moments, Arrays& arrays, const double* inverses, const double* t, int first,
+                     int rings) {
     constexpr int kMostModels = 20;
     constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
     constexpr double kRoughly = 1e-6;   // relative error of sums in float32

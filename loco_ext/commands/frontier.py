@@ -42,6 +42,7 @@ def run(
     point = {name: value for name, value in POINT.items() if name != "penalty" or path.get("method") != "width"}
     training = from_preset("quick", **point | options)
     setting = frontier.FrontierSettings(training, **path)
-    check_effects(setting, frontier.EFFECTS, given)
+    if not (resume and (out / "settings.json").exists()):  # one goes on with the options that it was started with
+        check_effects(setting, frontier.EFFECTS, given)
     dataset = data.load(training.data, folder, training.image_size).first(samples)
     return experiment(frontier, setting, dataset, out, device, resume=resume)

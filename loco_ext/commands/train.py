@@ -70,7 +70,8 @@ def run(
     if teacher is not None:
         options.setdefault("distillation", WEIGHT)
     setting = from_preset(preset, **options)
-    check_effects(setting, EFFECTS, options)
+    if not (resume and (out / "settings.json").exists()):  # a run goes on with the options that it was started with
+        check_effects(setting, EFFECTS, options)
     if setting.penalty is not None and setting.strength == 0:
         raise SettingsError(f"strength: expected more than 0 with a penalty, got {setting.strength}")
     milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None

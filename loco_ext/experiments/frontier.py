@@ -181,24 +181,29 @@ def _trains_first(settings: FrontierSettings) -> bool:
     return settings.dense_epochs > 0
 
 
+def _trains_points(settings: FrontierSettings) -> bool:
+    return _penalises(settings) or settings.refit_epochs > 0
+
+
 def _uses_sgd(settings: FrontierSettings) -> bool:
     first = _trains_first(settings) and settings.dense_optimizer == "sgd"
-    return first or (_penalises(settings) and settings.training.optimizer == "sgd")
+    return first or (_trains_points(settings) and settings.training.optimizer == "sgd")
 
 
-def _of_training(has_effect: Callable[[Settings], bool]) -> Callable[[FrontierSettings], bool]:
+def _of_training(has_effect: Callable[[Settings], object]) -> Callable[[FrontierSettings], object]:
     return lambda settings: has_effect(settings.training)
 
 
-_WITH_PENALTY = "the methods prox and subgradient"
+_WITH_PENALTY = "--method prox or subgradient"
 EFFECTS: Effects = {
     **{name: (_of_training(has_effect), needed) for name, (has_effect, needed) in TRAINING_EFFECTS.items()},
-    **dict.fromkeys(("epochs", "learning_rate", "optimizer", "path", "strengths"), (_penalises, _WITH_PENALTY)),
-    **dict.fromkeys(("points", "span"), (_chooses_strengths, f"{_WITH_PENALTY}, and without strengths")),
-    "dense_learning_rate": (_trains_first, "at least one of dense_epochs"),
-    "momentum": (_uses_sgd, "the optimizer sgd, of the points or the first training"),
-    "taus": (lambda settings: settings.method == "subgradient", "the method subgradient"),
-    "widths": (lambda settings: settings.method == "width", "the method width"),
+    **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (_penalises, _WITH_PENALTY)),
+    **dict.fromkeys(("learning_rate", "optimizer"), (_trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")),
+    **dict.fromkeys(("points", "span"), (_chooses_strengths, f"{_WITH_PENALTY} and without --strengths")),
+    "dense_learning_rate": (_trains_first, "at least 1 in --dense-epochs"),
+    "momentum": (_uses_sgd, "--optimizer sgd or a first training (--dense-epochs)"),
+    "taus": (lambda settings: settings.method == "subgradient", "--method subgradient"),
+    "widths": (lambda settings: settings.method == "width", "--method width"),
 }
 
 

@@ -49,7 +49,7 @@ def check_fields(settings: Any) -> None:
 
 
 # By option, when it has an effect, and what it needs for that.
-Effects = Mapping[str, tuple[Callable[[Any], bool], str]]
+Effects = Mapping[str, tuple[Callable[[Any], object], str]]
 
 
 def check_effects(settings: Any, effects: Effects, given: Mapping[str, Any]) -> None:
@@ -387,13 +387,17 @@ class Settings:
 
 
 EFFECTS: Effects = {
-    "momentum": (lambda settings: settings.optimizer == "sgd", "the optimizer sgd"),
-    "factor": (lambda settings: settings.schedule == "steps", "the schedule steps"),
-    "locality": (lambda settings: settings.weight_decay > 0 or settings.locality is None, "a weight decay"),
-    "crop": (lambda settings: settings.augment, "augment"),
-    "weighting": (lambda settings: settings.penalty is not None, "a penalty"),
-    "kind": (lambda settings: settings.penalty in ("rings", "complexity"), "the penalty rings or complexity"),
-    "solver": (lambda settings: settings.penalty is not None, "a penalty"),
+    "momentum": (lambda settings: settings.optimizer == "sgd", "--optimizer sgd"),
+    "factor": (
+        lambda settings: settings.schedule == "steps" and settings.milestones,
+        "--schedule steps and milestones",
+    ),
+    "norm": (lambda settings: settings.weight_decay > 0, "a --weight-decay"),
+    "locality": (lambda settings: settings.weight_decay > 0 or settings.locality is None, "a --weight-decay"),
+    "crop": (lambda settings: settings.augment, "--augment"),
+    "weighting": (lambda settings: settings.penalty is not None, "a --penalty"),
+    "kind": (lambda settings: settings.penalty in ("rings", "complexity"), "--penalty rings or complexity"),
+    "solver": (lambda settings: settings.penalty is not None, "a --penalty"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "quick": {"epochs": 8, "schedule": "cosine", "milestones": ()}}

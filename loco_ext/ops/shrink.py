@@ -21,7 +21,7 @@ from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.optim_step import prox_sizes
 from loco_ext.reference.rounding import RoundedResults, store_all
 
-MOST_IN_A_BATCH = 2**24  # elements of the parameters on a GPU that are shrunk together
+MOST_IN_A_BATCH = 2**24
 
 
 def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
@@ -43,7 +43,7 @@ def _lies_by_filters(param: Tensor) -> bool:
 def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
 
-    Those that share launches on a GPU come together, all others one by one.
+    On a GPU, joint penalties share launches, and so do the metrics of all others, batch by batch.
     """
     joint: list[int] = []
     alone: list[int] = []
@@ -63,7 +63,11 @@ def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], l
 
 
 def _batches(args: StepArgs, chosen: Sequence[int]) -> Iterator[list[int]]:
-    """Divide parameters into batches whose metrics are computed together, of which a GPU's memory holds copies."""
+    """Divide parameters into batches whose metrics are computed together.
+
+    On a GPU, whose memory holds the metrics and proxes of a batch together, a batch has one parameter or at most
+    MOST_IN_A_BATCH elements; elsewhere it has one parameter.
+    """
     batch: list[int] = []
     elements = 0
     for i in chosen:

@@ -203,6 +203,7 @@ LAYERS = {
     "100 channels": Layer(130, 100, 100),
     "256 channels": Layer(64, 256, 256),
     "large batch": Layer(1024, 64, 64),
+    "to few channels": Layer(250, 64, 32),
     "groups": Layer(250, 16, 16, groups=4),
     "odd": Layer(130, 5, 7, groups=3),
     "odd strides": Layer(250, 64, 64, odd=True),
@@ -416,7 +417,7 @@ def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, 
 @pytest.mark.parametrize("arithmetic", ["half", slow("float32"), slow("double")])
 @pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
 def test_kernels_compile_for_amd(compiler, product, arithmetic):
-    for layer in (REFERENCE, LAYERS["odd"], LAYERS["depthwise"]):
+    for layer in (REFERENCE, *map(LAYERS.get, ("to few channels", "odd", "depthwise"))):
         launch = compiler.launch(product, layer, ARITHMETIC[arithmetic][0], AMD)
         text = launch.compiled.asm["amdgcn"]
         assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]

@@ -11,7 +11,7 @@ from loco_ext.experiments import models
 
 DIGITS = ["--model", "small", "--dataset", "digits"]
 TRAIN = ["train", *DIGITS, "--preset", "quick", "--epochs", "1", "--out", "out"]
-FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--width", "0.25", "--out", "out"]
+FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--out", "out"]
 EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
 LANDSCAPES = ["landscapes", *DIGITS, "--epochs", "1", "--out", "out"]
 COMPACT = ["compact", "--out", "out"]
@@ -93,23 +93,26 @@ CASES = {
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
         "--out file/run": "--out: expected a folder that can be written to",
-        "--optimizer adamw --momentum 0.5": "--momentum: expected it only with the optimizer sgd, got 0.5",
-        "--schedule cosine --factor 0.5": "--factor: expected it only with the schedule steps, got 0.5",
-        "--weight-decay 0 --locality 0.5,2": "--locality: expected it only with a weight decay, got (0.5, 2.0)",
-        "--no-augment --no-crop": "--crop: expected it only with augment, got False",
-        "--weighting scaled": "--weighting: expected it only with a penalty, got scaled",
-        "--penalty kernels --strength 1 --kind full": "--kind: expected it only with the penalty rings or complexity",
-        "--solver subgradient": "--solver: expected it only with a penalty, got subgradient",
+        "--optimizer adamw --momentum 0.5": "--momentum: expected it only with --optimizer sgd, got 0.5",
+        "--schedule cosine --factor 0.5": "--factor: expected it only with --milestones, got 0.5",
+        "--preset quick --schedule steps --factor 0.5": "--factor: expected it only with --milestones, got 0.5",
+        "--weight-decay 0 --norm l1": "--norm: expected it only with a --weight-decay, got l1",
+        "--weight-decay 0 --locality 0.5,2": "--locality: expected it only with a --weight-decay, got (0.5, 2.0)",
+        "--no-augment --no-crop": "--crop: expected it only with --augment, got False",
+        "--weighting scaled": "--weighting: expected it only with a --penalty, got scaled",
+        "--penalty kernels --strength 1 --kind full": "--kind: expected it only with --penalty rings or complexity",
+        "--solver subgradient": "--solver: expected it only with a --penalty, got subgradient",
     },
     tuple(FRONTIER): {
-        "--taus 0.1": "--taus: expected it only with the method subgradient, got (0.1,)",
-        "--widths 0.5": "--widths: expected it only with the method width, got (0.5,)",
-        "--method width --strengths 1": "--strengths: expected it only with the methods prox and subgradient",
-        "--method width --lr 0.1": "--lr: expected it only with the methods prox and subgradient, got 0.1",
-        "--strengths 1,2 --points 3": "--points: expected it only with the methods prox and subgradient, and without",
-        "--dense-epochs 0 --optimizer adam --momentum 0.5": "--momentum: expected it only with the optimizer sgd",
-        "--dense-epochs 0 --dense-lr 0.2": "--dense-lr: expected it only with at least one of dense_epochs, got 0.2",
-        "--method width --weighting scaled": "--weighting: expected it only with a penalty, got scaled",
+        "--taus 0.1": "--taus: expected it only with --method subgradient, got (0.1,)",
+        "--widths 0.5": "--widths: expected it only with --method width, got (0.5,)",
+        "--method width --strengths 1": "--strengths: expected it only with --method prox or subgradient",
+        "--method width --refit-epochs 0 --lr 0.1": "--lr: expected it only with --method prox or subgradient, or with",
+        "--method width --width 0.5": "--width: expected it only with --method prox or subgradient, got 0.5",
+        "--strengths 1,2 --points 3": "--points: expected it only with --method prox or subgradient and without",
+        "--dense-epochs 0 --optimizer adam --momentum 0.5": "--momentum: expected it only with --optimizer sgd or a",
+        "--dense-epochs 0 --dense-lr 0.2": "--dense-lr: expected it only with at least 1 in --dense-epochs, got 0.2",
+        "--method width --weighting scaled": "--weighting: expected it only with --method prox or subgradient",
         "--method magic": "--method: expected",
         "--method width --penalty rings": "--penalty: expected none with the method width",
         "--method width --widths 0": "--width: expected 1, or more than 0",

@@ -191,3 +191,14 @@ def test_json_is_the_last_epoch(tmp_path, capsys):
     # A finished run is not trained again.
     assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
+
+
+def test_only_a_new_run_is_refused_for_an_option_without_effect(tmp_path, capsys):
+    line = [*GOOD, "--optimizer", "adam", "--out", str(tmp_path / "run")]
+    assert main([*line, "--momentum", "0.5", "--resume"]) == 2
+    assert "--momentum: expected it only with --optimizer sgd, got 0.5" in capsys.readouterr().err
+    assert main(line) == 0
+    # Earlier versions have begun runs with such options; whether they are this run's is compared as for all others.
+    assert main([*line, "--momentum", "0.9", "--resume"]) == 0
+    assert main([*line, "--momentum", "0.5", "--resume"]) == 2
+    assert "--momentum: expected 0.9, as the run" in capsys.readouterr().err

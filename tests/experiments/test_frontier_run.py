@@ -22,8 +22,9 @@ from tests.processes import kill_when, run_command
 
 # Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
 BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
-TINY = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--width", "0.25", "--seed", "3"]
-TINY += ["--dense-epochs", "3", "--dense-lr", "0.05", "--epochs", "2", "--batch-size", "50"]
+SMALL = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--seed", "3"]
+SMALL += ["--dense-epochs", "3", "--dense-lr", "0.05", "--batch-size", "50"]
+TINY = [*SMALL, "--width", "0.25", "--epochs", "2"]
 
 
 def convolutions(model):
@@ -198,7 +199,7 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
             ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
             [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
         ),
-        slow((["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2)),
+        slow((["--method", "width", "--widths", "0.5,0.25", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)])),
         slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],
@@ -207,7 +208,7 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
 def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
     out = tmp_path / "frontier"
     width_only = "width" in options
-    assert main(["frontier", *TINY, "--out", str(out), *options, "--json"]) == 0
+    assert main(["frontier", *(SMALL if width_only else TINY), "--out", str(out), *options, "--json"]) == 0
     record = json.loads((out / "frontier.json").read_text(), parse_constant=pytest.fail)
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]

@@ -1,6 +1,7 @@
 """Tests of the optimizer step's arithmetic: kernels give the reference's bits, both agree with NumPy and autograd."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,14 +266,20 @@ def test_nothing_to_step_is_no_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.99)], ids=["one beta", "two betas"])
 @pytest.mark.parametrize("rule", [optim.SGD, optim.Adam])
-def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rule, dtype):
+def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rule, betas, dtype):
     # As on a GPU. Kernels apply no penalty on largest weights, so that their prox follows the step.
     def stepped() -> list[torch.Tensor]:
         torch.manual_seed(0)
         params = [torch.randn(n, 2, 3, 3, dtype=dtype).requires_grad_() for n in (4, 1, 3)]
         kinds = sparsity.RingPenalty(2.0, norm="linf"), sparsity.KernelPenalty(1.0, norm="linf"), None
-        optimizer = rule(params, lr=0.1, penalty=list(kinds))
+        second = {"betas": betas} if rule is optim.Adam else {}
+        groups = [
+            {"params": params[:1], "penalty": list(kinds[:1])},
+            {"params": params[1:], "penalty": list(kinds[1:]), **second},
+        ]
+        optimizer = rule(groups, lr=0.1)
         for step in range(3):
             for i, param in enumerate(params):  # the second parameter has fewer steps than the first
                 param.grad = torch.randn_like(param) if step > 0 or i != 1 else None
@@ -285,3 +292,11 @@ def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rul
     assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
     sizes = together[0].detach().abs().flatten()
     assert len(sizes.unique()) < len(sizes) - 4  # largest weights have been clipped to the same size
+
+
+@pytest.mark.parametrize(("device", "batches"), [("cpu", [[1], [2], [3], [5], [6]]), ("cuda", [[1, 2], [3], [5, 6]])])
+def test_on_a_gpu_parameters_are_shrunk_in_batches_of_bounded_size(monkeypatch, device, batches):
+    monkeypatch.setattr(shrink, "MOST_IN_A_BATCH", 10)
+    sizes = [99, 4, 6, 12, 99, 3, 5]
+    params = [SimpleNamespace(device=torch.device(device), numel=lambda size=size: size) for size in sizes]
+    assert list(shrink._batches(SimpleNamespace(params=params), [1, 2, 3, 5, 6])) == batches
