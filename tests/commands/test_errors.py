@@ -122,7 +122,7 @@ CASES = {
         "--strengths 1;2": "--strengths: expected numbers separated by commas",
         "--taus -1": "--taus: expected finite numbers, at least 0",
         "--samples none": "--samples: expected",
-        "--model small": "--width: expected 1, or more than 0",
+        "--model small --width 0.5": "--width: expected 1, or more than 0",
     },
     tuple(EFCN): {
         "--preset slow": "--preset: expected one of paper, alexnet, quick, got 'slow'",

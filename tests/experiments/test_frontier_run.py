@@ -208,7 +208,8 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
 def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
     out = tmp_path / "frontier"
     width_only = "width" in options
-    assert main(["frontier", *(SMALL if width_only else TINY), "--out", str(out), *options, "--json"]) == 0
+    line = ["frontier", *(SMALL if width_only else TINY), "--out", str(out), *options]
+    assert main([*line, "--json"]) == 0
     record = json.loads((out / "frontier.json").read_text(), parse_constant=pytest.fail)
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]
@@ -238,7 +239,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
         assert picture.shape[0] > 300
         assert picture.std() > 0.05
     # A finished run is not trained again, and its table is the same.
-    assert main(["frontier", *TINY, "--out", str(out), *options, "--resume"]) == 0
+    assert main([*line, "--resume"]) == 0
     table = capsys.readouterr().out
     assert all(f"{point['macs']:,}" in table for point in found)
     assert json.loads((out / "frontier.json").read_text()) == record
