@@ -22,9 +22,10 @@ from tests.processes import kill_when, run_command
 
 # Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
 BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
-SMALL = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--seed", "3"]
-SMALL += ["--dense-epochs", "3", "--dense-lr", "0.05", "--batch-size", "50"]
-TINY = [*SMALL, "--width", "0.25", "--epochs", "2"]
+BASE = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--seed", "3", "--batch-size", "50"]
+OF_POINTS = ["--width", "0.25", "--epochs", "2"]
+FIRST = ["--dense-epochs", "3", "--dense-lr", "0.05"]
+TINY = [*BASE, *OF_POINTS, *FIRST]
 
 
 def convolutions(model):
@@ -208,7 +209,7 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
 def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
     out = tmp_path / "frontier"
     width_only = "width" in options
-    line = ["frontier", *(SMALL if width_only else TINY), "--out", str(out), *options]
+    line = ["frontier", *([*BASE, *FIRST] if width_only else TINY), "--out", str(out), *options]
     assert main([*line, "--json"]) == 0
     record = json.loads((out / "frontier.json").read_text(), parse_constant=pytest.fail)
     assert json.loads(capsys.readouterr().out) == record
@@ -272,7 +273,7 @@ def test_points_start_from_the_initial_weights_without_a_dense_training(tmp_path
     """The draft trains from scratch under its penalty."""
     options = ["--penalty", "kernels", "--method", "subgradient", "--batch-norm", "live", "--dense-epochs", "0"]
     options += ["--refit-epochs", "0", "--strengths", "0.1", "--taus", "0.001", "--power", "2"]
-    assert main(["frontier", *TINY, *options, "--out", str(tmp_path)]) == 0
+    assert main(["frontier", *BASE, *OF_POINTS, *options, "--out", str(tmp_path)]) == 0
     assert not list(tmp_path.glob("dense-*"))
     (folder,) = (tmp_path / "runs").iterdir()
     settings = json.loads((folder / "settings.json").read_text())["settings"]
