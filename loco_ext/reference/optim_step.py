@@ -77,7 +77,7 @@ def _corrections(roots: list[Tensor], steps: Sequence[Any], beta2s: Sequence[flo
     """Return ``sqrt(1 - beta2^step)`` of each parameter in the dtype and on the device of its root."""
     if all(isinstance(step, Tensor) and step.device == roots[0].device for step in steps):
         kinds = {(beta2, root.dtype) for beta2, root in zip(beta2s, roots, strict=True)}
-        if len(kinds) == 1 and len(steps) > 1:  # one launch for all parameters
+        if len(kinds) == 1:  # one launch for all parameters
             ((beta2, dtype),) = kinds
             counted = torch.stack([step.reshape(()) for step in steps]).double()
             return list(((1 - beta2**counted) ** 0.5).to(dtype).unbind())

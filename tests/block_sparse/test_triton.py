@@ -247,7 +247,7 @@ def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, m
     problem = make_problem(case, dtype)
     counts = problem.live.sum(1)
     assert counts.unique().numel() > 1
-    gpu = {"shared_memory": 2**11, "multiprocessors": multiprocessors}
+    gpu = {"shared_memory": 2**11 * dtype.itemsize, "multiprocessors": multiprocessors}
     products, mean = case.groups * case.n_out, counts.sum().item() / case.n_out
     units = (tiles.unit_of(case.depth), tiles.unit_of(case.width))
     plan = tiles.gradient(

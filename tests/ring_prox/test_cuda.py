@@ -272,7 +272,7 @@ def test_metrics_and_results_of_joint_penalties_take_as_many_calls_as_those_of_o
     apart = [step(slice(i, i + 1)) for i in range(len(shapes))]
     assert all(same_bits(w, alone) for w, ([alone], _) in zip(together, apart, strict=True))
     assert [names] * len(apart) == [of_one for _, of_one in apart]
-    assert len(names) == (6 if kind == "adam" else 1), "five make the metrics, and one stores the results"
+    assert len(names) == (7 if kind == "adam" else 1), "six make the metrics, and one stores the results"
 
 
 @pytest.mark.usefixtures("cuda_on_cpu")

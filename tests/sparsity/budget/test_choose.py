@@ -164,8 +164,9 @@ def test_a_budget_of_everything_removes_nothing() -> None:
 
 def test_importance_on_any_scale_gives_the_same_sizes() -> None:
     for factor in (1e-30, 1e30):
-        problem, scaled = chain(1), chain(1)
-        scaled.layers = [LayerChoices(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in scaled.layers]
+        problem = chain(1)
+        layers = [LayerChoices(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in problem.layers]
+        scaled = SizeProblem(layers, problem.fixed, problem.class_costs)
         budget = 0.5 * problem.cost(problem.whole())
         assert all(map(np.array_equal, problem.within(budget), scaled.within(budget)))
 
