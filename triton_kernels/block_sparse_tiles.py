@@ -156,13 +156,13 @@ def product(
     depth = _power(summed, most.summed // 2 if tensor_cores and gpu.multiplies_registers else most.summed)
     by_hand = _most_by_hand(depth, units[0], dtype)
     samples = _power(batch, min(by_hand, most.few_samples if width > 64 else most.samples))
-    buffers = 1 if _stages(2, kind, gpu) == 1 else 2
+    buffers = _stages(2, kind, gpu)
     while buffers * _stage(samples, depth, width, dtype) > shared // 2 and depth > LEAST:
         depth //= 2
     programs = products * cdiv(channels, width)
     samples = _samples_of_a_program(batch, samples, width, programs, gpu.multiprocessors)
     # One stage computes, two or one load the next tiles, and as many load the pixels that tiles further ahead need.
-    # With operands in each thread's registers, two would be slower.
+    # Without tensor cores, float32 has the operands in each thread's registers, which two would leave too few of.
     two = 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 and kind != "ieee"
     parts = cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
@@ -226,7 +226,7 @@ def gradient(
         samples = min(_samples_of_a_gradient(batch, depth_tile, width_tile, dtype, units), most.part)
     parts = 1 if samples >= batch else 2
     # Small copies need many addresses, and each takes two registers.
-    many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= NARROW * NARROW
+    many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= 64 * 64
     blocks = 1
     while parts > 1 and tensor_cores and not many and blocks < min(BLOCKS_OF_A_TILE, row_blocks):
         if 2 * blocks * depth_tile * width_tile > most.accumulated:
@@ -234,7 +234,7 @@ def gradient(
         if samples * (2 * blocks * depth_tile + 2 * width_tile) * dtype.itemsize > gpu.shared_memory:
             break
         blocks *= 2
-    large = blocks * depth_tile * width_tile > most.accumulated or samples > (NARROW if parts > 1 else 128)
+    large = blocks * depth_tile * width_tile > most.accumulated or samples > (64 if parts > 1 else 128)
     programs = products * cdiv(depth, depth_tile) * cdiv(width, width_tile)
     slices = _slices_of_a_row(row_blocks, programs, gpu.multiprocessors)
     form = BlockSparseForm(

@@ -388,7 +388,7 @@ class Settings:
 
 EFFECTS: Effects = {
     "momentum": (lambda settings: settings.optimizer == "sgd", "--optimizer sgd"),
-    "factor": (lambda settings: settings.milestones, "--milestones"),
+    "factor": (lambda settings: settings.schedule == "steps", "--schedule steps"),
     "norm": (lambda settings: settings.weight_decay > 0, "a --weight-decay"),
     "locality": (lambda settings: settings.weight_decay > 0 or settings.locality is None, "a --weight-decay"),
     "crop": (lambda settings: settings.augment, "--augment"),
