@@ -94,24 +94,11 @@ def _slope_of_variance(curved, mean, stencil, i, height, width, pixels, K: tl.co
 
 
 @triton.jit
-def map_kernel(
-    squares,  # [C, H * W]
-    stencil,  # [K, K]
-    target,  # [H * W] or None
-    scratch,  # [4, H * W]: n, I', its Laplacian, and d = dL/dI'
-    loss,  # []
-    image,  # [H * W]
-    laplacian,  # [H * W]
-    slope,  # [C, H * W]
-    channels,
-    height,
-    width,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute the landscape, its Laplacian, the loss, and the slope dL/dA."""
-    pixels = height * width
-    norms, scaled, curved, by_map = scratch, scratch + pixels, scratch + 2 * pixels, scratch + 3 * pixels
+def _write_norms(squares, norms, channels, pixels, BLOCK: tl.constexpr):
+    """Write each pixel's norm over the channels, of squares divided by the largest of them.
+
+    Return that divisor, and the factor that makes the mean square of the norms 1.
+    """
     lane = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), dtype=tl.float64)
     first = 0
@@ -135,8 +122,16 @@ def map_kernel(
         tl.store(norms + i, tl.sqrt(sum_), mask=i < pixels)
         first += BLOCK
     whole = tl.sqrt(tl.sum(total, axis=0))
-    factor = tl.sqrt(pixels.to(tl.float64)) / tl.where(whole == 0, 1.0, whole)
-    tl.debug_barrier()
+    return size, tl.sqrt(pixels.to(tl.float64)) / tl.where(whole == 0, 1.0, whole)
+
+
+@triton.jit
+def _write_landscape(
+    norms, factor, stencil, scaled, curved, image, laplacian, height, width, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the landscape and its Laplacian, each twice, and return the mean of the Laplacian."""
+    pixels = height * width
+    lane = tl.arange(0, BLOCK)
     first = 0
     while first < pixels:
         i = first + lane
@@ -154,8 +149,16 @@ def map_kernel(
         tl.store(laplacian + i, value, mask=i < pixels)
         sums += value
         first += BLOCK
-    mean = tl.sum(sums, axis=0) / pixels
-    tl.debug_barrier()
+    return tl.sum(sums, axis=0) / pixels
+
+
+@triton.jit
+def _write_loss(
+    scaled, curved, mean, stencil, target, by_map, loss, height, width, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the loss and its derivative d by the landscape I', and return the mean of d I'."""
+    pixels = height * width
+    lane = tl.arange(0, BLOCK)
     losses = tl.zeros((BLOCK,), dtype=tl.float64)
     products = tl.zeros((BLOCK,), dtype=tl.float64)
     first = 0
@@ -174,10 +177,36 @@ def map_kernel(
         tl.store(by_map + i, d, mask=i < pixels)
         first += BLOCK
     tl.store(loss, tl.sum(losses, axis=0))
-    along = tl.sum(products, axis=0) / pixels
+    return tl.sum(products, axis=0) / pixels
+
+
+@triton.jit
+def map_kernel(
+    squares,  # [C, H * W]
+    stencil,  # [K, K]
+    target,  # [H * W] or None
+    scratch,  # [4, H * W]: n, I', its Laplacian, and d = dL/dI'
+    loss,  # []
+    image,  # [H * W]
+    laplacian,  # [H * W]
+    slope,  # [C, H * W]
+    channels,
+    height,
+    width,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the landscape, its Laplacian, the loss, and the slope dL/dA."""
+    pixels = height * width
+    norms, scaled, curved, by_map = scratch, scratch + pixels, scratch + 2 * pixels, scratch + 3 * pixels
+    size, factor = _write_norms(squares, norms, channels, pixels, BLOCK)
+    tl.debug_barrier()
+    mean = _write_landscape(norms, factor, stencil, scaled, curved, image, laplacian, height, width, K, BLOCK)
+    tl.debug_barrier()
+    along = _write_loss(scaled, curved, mean, stencil, target, by_map, loss, height, width, K, BLOCK)
     first = 0
     while first < pixels:
-        i = first + lane
+        i = first + tl.arange(0, BLOCK)
         n = tl.load(norms + i, mask=i < pixels, other=0.0)
         d = tl.load(by_map + i, mask=i < pixels, other=0.0)
         by_norm = factor * (d - tl.load(scaled + i, mask=i < pixels, other=0.0) * along)
