@@ -118,6 +118,7 @@ class BlockPattern:
     n_in: int
     conv: ConvGeometry | None = None
 
+    @torch.inference_mode(False)  # here and below: tensors of inference mode, once kept, would end later trainings
     def __post_init__(self) -> None:
         crow, col = check_indices(self.crow_indices, self.col_indices, check_count("n_in", self.n_in))
         if self.conv is not None and (self.conv.n_in, self.conv.n_out) != (self.n_in, len(crow) - 1):
@@ -177,6 +178,7 @@ class BlockPattern:
         return self.col_indices.shape[0]
 
     @cached_property
+    @torch.inference_mode(False)
     def row_indices(self) -> Tensor:
         """Output pixel of each block, int64 ``[nnz]``, on the pattern's device."""
         counts = self.crow_indices.diff()
@@ -204,7 +206,8 @@ class BlockPattern:
         home = self._home
         if target not in home._copies and target.type != "cpu":
             copy = object.__new__(BlockPattern)
-            indices = {"crow_indices": self.crow_indices.to(target), "col_indices": self.col_indices.to(target)}
+            with torch.inference_mode(False):
+                indices = {"crow_indices": self.crow_indices.to(target), "col_indices": self.col_indices.to(target)}
             vars(copy).update(indices, n_in=self.n_in, conv=self.conv, _home=home)
             home._copies[target] = copy
         return home._copies.get(target, home)
@@ -300,6 +303,7 @@ class BlockPattern:
         return pruned, torch.from_numpy(kept)
 
     @cached_property
+    @torch.inference_mode(False)
     def taps(self) -> ConvTaps:
         """The taps of ``conv`` in this pattern, which may have been grown or pruned since.
 
@@ -338,6 +342,7 @@ class BlockPattern:
         return BlockPattern, (home.crow_indices, home.col_indices, home.n_in, home.conv)
 
     @classmethod
+    @torch.inference_mode(False)
     def _of(cls, indices: tuple[np.ndarray, np.ndarray], n_in: int, conv: ConvGeometry | None) -> BlockPattern:
         """Return a pattern of indices that need no check."""
         pattern = object.__new__(cls)
@@ -355,6 +360,7 @@ class BlockPattern:
         return {}
 
     @cached_property
+    @torch.inference_mode(False)
     def _transposed(self) -> Transposed:
         if self._home is not self:
             return Transposed(*(indices.to(self.crow_indices.device) for indices in self._home._transposed))

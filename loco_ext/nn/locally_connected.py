@@ -188,6 +188,7 @@ class LocallyConnectedNd(nn.Module):
         """
         return to_dense(self)
 
+    @torch.inference_mode(False)  # the new blocks and pattern are for training, whatever mode the caller is in
     def grow(self, radius: int, optimizer: Optimizer | None = None) -> Self:
         """Add blocks to each output pixel for the input pixels at most ``radius`` around those that it has, in place.
 
@@ -215,6 +216,7 @@ class LocallyConnectedNd(nn.Module):
         self._set_pattern(pattern)
         return self
 
+    @torch.inference_mode(False)
     def prune(
         self,
         keep: Tensor | None = None,

@@ -313,6 +313,17 @@ def test_default_devices_and_dtypes_change_nothing():
     assert all(t.device.type == "cpu" for t in everything)
 
 
+def test_what_inference_mode_keeps_can_be_trained_with():
+    with torch.inference_mode():
+        made = BlockPattern(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), n_in=2)
+        pattern = BlockPattern.from_conv(4, kernel_size=3, padding=1)
+        grown, _ = pattern.grow(1)
+        for each in (made, pattern, grown, pattern.to("meta")):
+            for kept in (each.crow_indices, each.col_indices, each.row_indices, *each.transpose()):
+                assert not kept.is_inference()
+        assert not any(kept.is_inference() for kept in pattern.taps)
+
+
 def test_later_changes_from_outside_change_nothing():
     crow, col = torch.tensor([0, 2, 3]), torch.tensor([0, 2, 1])
     pattern = BlockPattern(crow, col, 3)

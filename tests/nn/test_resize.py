@@ -137,6 +137,19 @@ def test_pruning_in_training_is_as_if_the_blocks_were_held_at_zero(name):
     assert_same_training(pruned, full)
 
 
+def test_resizing_in_inference_mode_is_resizing():
+    inside, outside = make_training("torch Adam"), make_training("torch Adam")
+    for (model, optimizer), mode in ((inside, torch.inference_mode), (outside, torch.no_grad)):
+        train(model, optimizer, range(2))
+        with mode():
+            model[0].grow(2, optimizer)
+        train(model, optimizer, range(2, 4))
+        with mode():
+            model[0].prune(radius=1, optimizer=optimizer)
+        train(model, optimizer, range(4, 6))
+    assert_same_training(inside, outside)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_checkpoint_of_a_grown_layer_goes_on_in_a_fresh_one(name):
     model, optimizer = make_training(name)
