@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 
 from loco_ext.experiments import files
 from loco_ext.experiments.files import DataError
@@ -108,6 +107,8 @@ def digits() -> tuple[Samples, Samples]:
     >>> train.images.shape, test.labels.shape
     (torch.Size([800, 1, 8, 8]), torch.Size([997]))
     """
+    from sklearn.datasets import load_digits  # takes as long to import as torch
+
     bunch = load_digits()
     images = torch.from_numpy(bunch.images / 16).float().unsqueeze(1)
     labels = torch.from_numpy(bunch.target)
