@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -18,12 +19,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of torch.compile and of data parallelism.
+    """Return the module inside the wrappers of torch.compile, of data parallelism and of averaged weights.
 
     A call of a wrapper would compile a graph that cannot be differentiated twice, or start the wrapper's own
     bookkeeping of one forward pass for each backward pass.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
         return unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)

@@ -61,9 +61,9 @@ def deviation(model: nn.Module) -> Deviation:
     check_module("model", model)
     total = sum(_square(parameter) for parameter in model.parameters())
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "pattern", None), BlockPattern)]
-    weights = {id(layer.weight): (layer.weight, layer.pattern) for layer in layers}  # tied ones count once
-    biases = {id(layer.bias): layer.bias for layer in layers if layer.bias is not None}
-    squares = [_squares(*each) for each in weights.values()] + [(0.0, _unshared(each)) for each in biases.values()]
+    weights = {weight: layer.pattern for layer in layers for weight in [layer.weight]}  # tied ones count once
+    biases = {bias for layer in layers for bias in [layer.bias] if bias is not None}
+    squares = [_squares(*each) for each in weights.items()] + [(0.0, _unshared(each)) for each in biases]
     off_local, unshared = (math.fsum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
     return Deviation(*(math.sqrt(part / total) if total else 0.0 for part in (off_local, unshared)))
 

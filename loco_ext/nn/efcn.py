@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from loco_ext.argument_checks import check_choice, check_count, check_module
 from loco_ext.geometry import ConvGeometry, values_bytes
@@ -88,6 +89,7 @@ def to_efcn(
         )
     _check_memory(model, geometries, relax, memory_limit)
     result = copy.deepcopy(model)
+    _check_references(result, list(geometries))
     for name, geometry in geometries.items():
         conv = result.get_submodule(name)
         layer: LocallyConnectedNd = _LAYERS[type(conv)].from_conv(conv, geometry.input_size)
@@ -99,6 +101,19 @@ def to_efcn(
             if module is conv:
                 result.set_submodule(place, layer)
     return result
+
+
+def _check_references(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise ValueError if a module also reaches one of the convolutions by an attribute, such as a list."""
+    convolutions = {id(model.get_submodule(name)): name for name in names}
+    for owner, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            leaves = [] if attribute == "_modules" else tree_leaves(value)
+            if found := [convolutions[id(leaf)] for leaf in leaves if id(leaf) in convolutions]:
+                raise ValueError(
+                    f"model: expected convolutions that are reached as modules alone, got {found[0] or 'the model'} in "
+                    f"{owner + '.' if owner else ''}{attribute}; use an nn.ModuleList"
+                )
 
 
 def _radius(geometry: ConvGeometry, relax: str | int) -> int:

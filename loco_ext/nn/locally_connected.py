@@ -124,23 +124,25 @@ class LocallyConnectedNd(nn.Module):
             if self.bias is not None:
                 self.bias.uniform_(-1, 1).mul_(bounds.view(-1, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``x`` has none.
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``input`` has none.
 
-        The output has the same strides as that of nn.Conv: it is ``channels_last`` if ``x`` is, and then no activations
-        are copied; otherwise it is contiguous, and ``x`` and the output are converted once in each pass.
+        The output has the same strides as that of nn.Conv: it is ``channels_last`` if ``input`` is, and then no
+        activations are copied; otherwise it is contiguous, and ``input`` and the output are converted once in each
+        pass.
 
         Raises:
-            TypeError: ``x`` is not a tensor, or its dtype or device is not that of the layer.
-            ValueError: ``x`` has another shape; the layer accepts one input size only.
+            TypeError: ``input`` is not a tensor, or its dtype or device is not that of the layer.
+            ValueError: ``input`` has another shape; the layer accepts one input size only.
         """
         if torch.jit.is_tracing():
             with TracerWarningsIgnored():
-                return self._forward(x)
-        return self._forward(x)
+                return self._forward(input)
+        return self._forward(input)
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
+        self._follow_shared_weight()
         batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
@@ -150,6 +152,14 @@ class LocallyConnectedNd(nn.Module):
         if not suggests_channels_last(batch):
             y = contiguous(y)
         return y if x.dim() == self.axes + 2 else y.squeeze(0)
+
+    def _follow_shared_weight(self) -> None:
+        """Take over the pattern of a weight that another layer shares, and has grown or pruned."""
+        if torch.compiler.is_compiling():
+            return
+        pattern = getattr(self._parameters.get("weight"), "block_pattern", self.pattern)
+        if pattern is not self.pattern and pattern.conv == self.pattern.conv:
+            self._set_pattern(pattern)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:
@@ -210,6 +220,7 @@ class LocallyConnectedNd(nn.Module):
                 ``weight``; ``weight`` is sharded.
             ValueError: ``radius`` is negative, or the optimizer does not step ``weight``.
         """
+        self._follow_shared_weight()
         pattern, places = self.pattern.grow(radius)
         places, shape = places.to(self.weight.device), (pattern.nnz, *self.weight.shape[1:])
         resize(self.weight, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
@@ -241,6 +252,7 @@ class LocallyConnectedNd(nn.Module):
             TypeError: not exactly one of the three is given, one has a wrong type, or as for :meth:`grow`.
             ValueError: a wrong shape, a negative number, or as for :meth:`grow`.
         """
+        self._follow_shared_weight()
         mask = blocks_to_keep(self.weight, self.pattern, keep, threshold, radius)
         pattern, kept = self.pattern.prune(mask)
         kept = kept.to(self.weight.device)
@@ -332,13 +344,13 @@ class LocallyConnectedNd(nn.Module):
         self._set_pattern(self.pattern)
 
     def _check_input(self, x: Tensor) -> None:
-        check_tensor("x", x)
+        check_tensor("input", x)
         shape = (self.in_channels, *self.input_size)
         if x.shape[-len(shape) :] != shape or x.dim() > len(shape) + 1:
             sizes = ", ".join(map(str, shape))
             raise ValueError(
-                f"x: expected shape (N, {sizes}) or ({sizes}), as in_channels and input_size of the layer have it, got "
-                f"{tuple(x.shape)}"
+                f"input: expected shape (N, {sizes}) or ({sizes}), as in_channels and input_size of the layer have it, "
+                f"got {tuple(x.shape)}"
             )
 
 

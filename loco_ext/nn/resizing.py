@@ -25,6 +25,8 @@ def resize(weight: nn.Parameter, move: Callable[[Tensor], Tensor], optimizer: Op
     """
     if type(weight) is not nn.Parameter:
         raise TypeError(f"weight: expected an ordinary parameter, got {type(weight).__name__}")
+    if weight.is_inference():
+        raise TypeError("weight: expected a parameter that can be trained, got one made in torch.inference_mode")
     moved = {name: move(tensor) for name, tensor in _block_states(weight, optimizer).items()}
     replace(weight, move(weight.detach()))
     if optimizer is not None and moved:

@@ -96,7 +96,7 @@ def block_sparse_matmul(
         _check_consume(consume)
         consumer = _Consumer(consume, pattern)
     indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
-    if tracing and consumer is None:
+    if (tracing or torch.compiler.is_exporting()) and consumer is None:
         traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
         return traced
     return _differentiable(_Matmul, x, values, bias, consumer, *indices)
@@ -546,7 +546,7 @@ def _keep_kernel(op: torch._ops.OpOverload) -> None:
         lowering.make_fallback(op, constraint, warn=False)
 
 
-# torch.jit.trace records this operator in place of autograd functions, which TorchScript cannot save; it is
+# torch.jit.trace and torch.export record this operator in place of autograd functions, which they cannot save; it is
 # differentiable as they are.
 _TRACED = torch.library.Library("loco_ext", "FRAGMENT")
 _TRACED.define("block_sparse_traced(Tensor x, Tensor values, Tensor? bias, Tensor[] pattern) -> Tensor")

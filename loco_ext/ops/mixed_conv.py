@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from loco_ext.ops import autocast, backends
+from loco_ext.ops import autocast, backends, transforms
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.reference import mixed_conv as _reference
 
@@ -80,8 +79,27 @@ def mixed_conv2d(
         return result
     if isinstance(x, Tensor) and x.dim() == 3:
         return _of_one_image(x, weights, biases, pads, order, stride, dilation, add, relu)
+    if torch.jit.is_tracing():
+        traced: Tensor = torch.ops.loco_ext.mixed_conv2d_traced(
+            x, weights, biases, _flat(pads), order, stride, dilation, add, relu
+        )
+        return traced
+    return _compute(x, weights, biases, pads, order, stride, dilation, add, relu)
+
+
+def _compute(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    pads: Sequence[Pads],
+    order: Tensor | None,
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    add: Tensor | None,
+    relu: bool,
+) -> Tensor:
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
-    if _takes(tensors):
+    if _takes((x, *weights, *biases, *(() if add is None else (add,)))):
         try:
             return _native(*arguments, relu)
         except (RuntimeError, TypeError, ValueError):
@@ -142,7 +160,7 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
     x = tensors[0]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return False
-    if torch.compiler.is_compiling() or x.dtype not in DTYPES or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or x.dtype not in DTYPES or transforms.are_active():
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -236,3 +254,17 @@ def _text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"shape {tuple(value.shape)} of {value.dtype} on {value.device}"
+
+
+# torch.jit.trace records this operator, which decides at each call what it runs.
+_TRACED = torch.library.Library("loco_ext", "FRAGMENT")
+_TRACED.define(
+    "mixed_conv2d_traced(Tensor x, Tensor[] weights, Tensor[] biases, int[] pads, Tensor? order, int[] stride, "
+    "int[] dilation, Tensor? add, bool relu) -> Tensor"
+)
+
+
+@torch.library.impl(_TRACED, "mixed_conv2d_traced", "CompositeImplicitAutograd")
+def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], pads: Sequence[int], *others: Any) -> Tensor:
+    of_parts = [(pads[i], pads[i + 1], pads[i + 2], pads[i + 3]) for i in range(0, len(pads), 4)]
+    return _compute(x, weights, biases, of_parts, *others)

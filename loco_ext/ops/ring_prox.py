@@ -49,6 +49,9 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """
     _check_weight("weight", weight)
     _check_rings(weight, rings, count)
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        norms: Tensor = torch.ops.loco_ext.ring_norms_traced(weight, rings, count)
+        return norms
     return _norms(weight, list(rings), count)
 
 
@@ -299,6 +302,12 @@ def check_metric(metric: Tensor, weight: Tensor) -> None:
     if metric.shape != weight.shape:
         raise ValueError(f"metric: expected weight's shape {tuple(weight.shape)}, got {tuple(metric.shape)}")
 
+
+# torch.jit.trace and torch.export record this operator in place of autograd functions, which they cannot save; it is
+# differentiable as they are.
+_TRACED = torch.library.Library("loco_ext", "FRAGMENT")
+_TRACED.define("ring_norms_traced(Tensor weight, int[] rings, int count) -> Tensor")
+torch.library.impl(_TRACED, "ring_norms_traced", "CompositeImplicitAutograd")(_norms)
 
 if backends.library is not None:
 

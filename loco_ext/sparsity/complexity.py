@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from loco_ext.nn.modes import evaluating
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.penalty_checks import check_convolution, check_metric
+from loco_ext.sparsity.compaction.compact import check_inputs
 from loco_ext.sparsity.folded_norms import convolution_of
 from loco_ext.sparsity.former_names import FormerNames
 
@@ -26,7 +28,7 @@ _LARGEST = torch.finfo(torch.float64).max
 
 
 def complexity_penalties(
-    model: nn.Module, example_inputs: tuple[Tensor, ...], strength: float, **settings: Any
+    model: nn.Module, example_inputs: Tensor | Sequence[Any], strength: float, **settings: Any
 ) -> dict[str, ComplexityPenalty]:
     """Return a penalty for each Conv module; together they reduce a relaxed number of MACs, eq. 34.
 
@@ -50,8 +52,8 @@ def complexity_penalties(
     Args:
         model: a model that torch.fx can trace. It is run once in evaluation mode and is not changed. The penalties read
             its weights whenever they are used.
-        example_inputs: arguments for one call of the model. Their size determines ``r_i c_i``; the batch size does not
-            matter.
+        example_inputs: a tensor, or several arguments, for one call of the model. Their size determines ``r_i c_i``;
+            the batch size does not matter.
         strength: finite and at least 0.
         settings: further arguments of :class:`RingPenalty`, all but ``power``. ``weighting`` applies to the groups in
             ``s'_ij``; ``norm="linf"`` is used for groups in ``s'_ij`` and filters in ``d'_i``.
@@ -76,11 +78,12 @@ def complexity_penalties(
         >>> round(penalties["0"].strength / 1e-9)  # 12 x 12 pixels, 3 channels
         432
     """
+    inputs = check_inputs(model, example_inputs)
     check_plain(model)
     rings = RingPenalty(strength, power=2, **settings)
     with evaluating(model), torch.no_grad():
         readers = _Readers(trace(model))
-        readers.run(*example_inputs)
+        readers.run(*inputs)
     network = CountedNetwork(readers.layers, readers.calls)
     return {name: ComplexityPenalty(rings, network, name) for name in network.layers}
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
@@ -304,8 +305,9 @@ def test_the_same_network_whatever_the_process() -> None:
 def test_wrappers_are_taken_off() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0).eval()
     x = torch.randn(2, 3, 8, 8)
-    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager"), AveragedModel(model)):
         network, _ = compacted(wrapped, x)
+        assert sum(p.numel() for p in network.parameters()) < sum(p.numel() for p in model.parameters()) / 2
         torch.testing.assert_close(network(x), model(x), rtol=1e-4, atol=1e-5)
 
 

@@ -432,6 +432,12 @@ def test_arguments_of_one_batch_change_together_and_each_alone() -> None:
     assert any(one[0] == other[0] > 1 for one, other in tried)
 
 
+def test_a_traced_model_prints_no_error_of_a_size_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))
+    assert pairs_of_other_sizes(model, [torch.randn(2, 3, 4)])
+    assert capsys.readouterr() == ("", "")
+
+
 def test_new_arguments_are_like_those_of_the_example() -> None:
     seen: list[Tensor] = []
     example = torch.tensor([[5, 7], [9, 7]]), torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)

@@ -260,7 +260,11 @@ def test_torch_sees_one_call_or_convolutions() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             cast = layer(x)
         assert cast.dtype == torch.float32  # a bfloat16 convolution is added to x
+        torch.testing.assert_close(torch.vmap(layer)(x[None])[0], expected)
         torch.testing.assert_close(cast.float(), expected, rtol=2e-2, atol=2e-2)
+    traced = torch.jit.trace(layer, (x,))  # which calls it with and without gradients, and compares
+    torch.testing.assert_close(traced(x), expected)
+    assert traced(x).requires_grad
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
     ahead = (layer.double()(x.double() + 1e-6) - layer(x.double() - 1e-6)) / 2e-6
     torch.testing.assert_close(tangent.double(), ahead, rtol=1e-4, atol=1e-4)

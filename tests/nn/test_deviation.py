@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from loco_ext.geometry import values_bytes
 from loco_ext.nn import Deviation, LocallyConnected2d, deviation
@@ -89,6 +90,19 @@ def test_pruned_blocks_are_zeros_apart_from_the_convolution_and_tied_weights_cou
     one.reset_parameters("linear")
     other.weight = one.weight
     assert deviation(nn.Sequential(one, other)) == one.deviation()
+
+
+def test_layers_whose_weights_are_computed_count_each():
+    class Kept(nn.Module):
+        def forward(self, weight):
+            self.last = weight * 1.0
+            return self.last
+
+    model = nn.Sequential(*(LocallyConnected2d(1, 2, 3, input_size=(4, 4)) for _ in range(6)))
+    expected = deviation(model)
+    for layer in model:
+        parametrize.register_parametrization(layer, "weight", Kept())
+    assert deviation(model) == expected
 
 
 def test_deviations_of_models():

@@ -310,9 +310,9 @@ def test_sizes_may_be_integers_of_numpy():
 def test_bad_inputs_are_refused():
     layer = LocallyConnected2d(3, 4, 3, input_size=(5, 6))
     for shape in ((2, 3, 6, 5), (2, 4, 5, 6), (5, 6), (1, 2, 3, 5, 6), (3, 5, 7)):
-        with pytest.raises(ValueError, match=r"x: expected shape \(N, 3, 5, 6\) or \(3, 5, 6\), as in_channels"):
+        with pytest.raises(ValueError, match=r"input: expected shape \(N, 3, 5, 6\) or \(3, 5, 6\), as in_channels"):
             layer(torch.zeros(shape))
-    with pytest.raises(TypeError, match=r"x: expected a tensor, got list"):
+    with pytest.raises(TypeError, match=r"input: expected a tensor, got list"):
         layer([1.0])
     with pytest.raises(TypeError, match=r"values: expected torch.float64 as x, got torch.float32"):
         layer(torch.zeros(3, 5, 6, dtype=torch.float64))

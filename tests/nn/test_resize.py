@@ -137,6 +137,27 @@ def test_pruning_in_training_is_as_if_the_blocks_were_held_at_zero(name):
     assert_same_training(pruned, full)
 
 
+def test_layers_that_share_a_weight_grow_and_are_pruned_together():
+    one, other = (LocallyConnected2d(2, 4, 3, padding=1, bias=False, input_size=4) for _ in range(2))
+    other.weight = one.weight
+    x, local = torch.randn(3, 2, 4, 4), one.pattern.nnz
+    one.grow(1)
+    other.prune(torch.arange(one.pattern.nnz) < local)  # as many blocks as before, of other pixels
+    assert same_bits(one(x), other(x))
+    assert one.pattern is other.pattern
+    one.grow(1)
+    one.weight.data.normal_()
+    assert same_bits(one(x), other(x))
+
+
+def test_a_layer_made_in_inference_mode_stays_as_it_is():
+    with torch.inference_mode():
+        layer = LocallyConnected2d(2, 4, 3, padding=1, input_size=4)
+    with pytest.raises(TypeError, match="weight: expected a parameter that can be trained"):
+        layer.grow(1)
+    assert layer.pattern.nnz == len(layer.weight)
+
+
 def test_resizing_in_inference_mode_is_resizing():
     inside, outside = make_training("torch Adam"), make_training("torch Adam")
     for (model, optimizer), mode in ((inside, torch.inference_mode), (outside, torch.no_grad)):

@@ -203,6 +203,20 @@ class Idle(Twice):
         return self.pool(x)
 
 
+class ByName(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(input=x)
+
+
+class Listed(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = {"first": [self.conv]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stages["first"][0](x)
+
+
 def shared_weight() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1))
     model[1].weight = model[0].weight
@@ -247,7 +261,7 @@ def test_models_may_read_the_dtype_of_their_parameters():
 
 def test_models_that_choose_by_their_inputs_and_compiled_ones_are_relaxed():
     x = torch.rand(2, 2, 4, 4)
-    for model in (Choosing(), torch.compile(Again(), backend="eager")):
+    for model in (Choosing(), ByName(), torch.compile(Again(), backend="eager")):
         torch.testing.assert_close(to_efcn(model, x)(x), model(x))
 
 
@@ -266,6 +280,7 @@ def test_convolutions_that_were_not_chosen_may_do_as_they_like():
         (Functional, "convolutions that are modules, got conv2d called by the model"),
         (lambda: nn.Sequential(nn.ReLU(), Functional()), "got conv2d called by 1"),
         (Idle, "one input size of conv, got no call"),
+        (Listed, "reached as modules alone, got conv in stages; use an nn.ModuleList"),
         (shared_weight, "got 0.weight is 1.weight"),
         (hooked, "without hooks, got 0"),
         (hidden, "convolutions that are modules, got conv2d called by 1"),

@@ -48,7 +48,7 @@ def test_a_training_step_compiles_into_one_graph_and_anew_after_growth(compiler,
 def test_an_exported_layer_does_the_same():
     layer = LocallyConnected2d(2, 4, 3, padding=1, input_size=(5, 6)).grow(1)
     x = torch.randn(3, 2, 5, 6)
-    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=1)}})
+    program = torch.export.export(layer, (x,), dynamic_shapes={"input": {0: torch.export.Dim("batch", min=1)}})
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -56,6 +56,18 @@ def test_an_exported_layer_does_the_same():
     for batch in (3, 5):
         x = torch.randn(batch, 2, 5, 6)
         assert same_bits(loaded(x), layer(x))
+
+
+def test_what_is_exported_and_loaded_trains_as_it_did():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), LocallyConnected2d(2, 4, 3, input_size=(5, 6)), nn.Flatten())
+    x, file = torch.randn(3, 2, 5, 6), io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for network in (model, loaded):
+        network(x).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close({name: parameter.grad for name, parameter in loaded.named_parameters()}, expected)
 
 
 @pytest.mark.parametrize(

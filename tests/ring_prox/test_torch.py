@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import loco_ext
-from loco_ext import sparsity
+from loco_ext import ops, sparsity
 from tests.covering import covering, label, slow
 from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case
 from tests.tolerances import assert_within_ulps, same_bits
@@ -76,6 +77,20 @@ def test_functions_compile_into_one_graph(name, compiler):
         torch.testing.assert_close(*gradients)
         if compiler == "aot_eager":
             assert_within_ulps(gradients[1], gradients[0])
+
+
+def test_norms_that_are_exported_and_traced_have_their_gradients():
+    rings = RINGS.of_taps
+
+    class Norms(nn.Module):
+        def forward(self, weight):
+            return ops.ring_norms(weight, rings, 3).square().sum(1)
+
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    exported, traced = torch.export.export(Norms(), (weight,)).module(), torch.jit.trace(Norms(), (weight,))
+    for function in (exported, traced):
+        (gradient,) = torch.autograd.grad(function(weight).sum(), weight)
+        torch.testing.assert_close(gradient, 2 * weight.detach())
 
 
 def test_a_compiled_training_step_with_a_penalty_is_the_eager_one():

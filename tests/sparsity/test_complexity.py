@@ -306,12 +306,20 @@ def test_another_model_than_the_penalties_is_an_error():
         ({"strength": "1"}, TypeError, "strength: expected a number"),
         ({"strength": 1.0, "kind": "third"}, ValueError, "kind: expected 'half' or 'full'"),
         ({"strength": 1.0, "power": 1}, TypeError, "power"),
+        ({"example_inputs": 5, "strength": 1.0}, TypeError, "example_inputs: expected a tensor, or a tuple with one"),
     ],
 )
 def test_a_bad_argument_is_a_typed_error(arguments, error, message):
     model = nn.Conv2d(1, 2, 3)
     with pytest.raises(error, match=message):
-        sparsity.complexity_penalties(model, (torch.zeros(1, 1, 5, 5),), **arguments)
+        sparsity.complexity_penalties(model, **{"example_inputs": torch.zeros(1, 1, 5, 5), **arguments})
+
+
+def test_one_argument_is_a_tensor_or_alone_in_a_tuple():
+    model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    images = torch.zeros(2, 3, 16, 16)
+    one, other = (sparsity.complexity_penalties(model, inputs, 1.0) for inputs in (images, (images[:1],)))
+    assert one["0"].strength == other["0"].strength == 12 * 12 * 3
 
 
 def test_a_model_that_cannot_be_traced_is_an_error_and_keeps_its_modes():

@@ -54,7 +54,7 @@ class Budget:
         optimizer: the optimizer of the model's parameters.
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
-            :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval mode. At
+            :attr:`Report.macs_executed` and ``parameters_after``; or of its latency on the example in eval mode. At
             ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes until it
             does; zeros that training, not the budget, has made count, as they may become others again. For a latency,
             MACs are counted meanwhile, and compacted networks are timed, which takes some seconds each: five at the
@@ -279,10 +279,15 @@ class Budget:
         counted = "parameters" if self.cost == "parameters" else "macs"
         return self._structure.problem(counted, lost, self._least, round_to or self._round_to)
 
-    def _due(self) -> Sizes:
-        """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted."""
+    def _due(self) -> Sizes | None:
+        """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted.
+
+        All filters stay whole as long as no gradients have been finite, as in GradScaler's first steps.
+        """
         if self.steps == self.end:
             return self._found().sizes
+        if self.importance == "taylor" and self._taylor.has_overflowed():
+            return None
         problem = self._problem()
         return problem.within(self.share_wanted * problem.cost(problem.whole()))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 
@@ -102,6 +103,10 @@ class Taylor:
         """Return whether any changes have been added."""
         return bool(self._any)
 
+    def has_overflowed(self) -> bool:
+        """Return whether there were gradients, but never such that all were finite."""
+        return bool(self._with_gradient) and not self.known()
+
     def unknown(self) -> list[str]:
         """Return the names of layers that may shrink and whose weights have had no finite gradient."""
         known = self._with_gradient if self._any else set()
@@ -169,7 +174,7 @@ def _value(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """Return the loss of a batch; an error of the model or the loss becomes one that names the batches."""
     try:
         with torch.enable_grad():
-            x, target = batch
+            x, target = tree_map_only(Tensor, lambda each: each.clone() if each.is_inference() else each, tuple(batch))
             value = loss(model(x), target)
     except Exception as error:
         raise ValueError(f"batches: expected inputs of the model and targets of the loss, got {error!r}") from error

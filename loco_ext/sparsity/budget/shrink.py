@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ _GUESSES = 3  # tries in proportion to what was reached, before the budget is me
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 
 
+@torch.inference_mode(False)  # the result is for training, whatever mode the caller is in
 def shrink_to(
     model: nn.Module,
     example_inputs: Tensor | Sequence[Any],
@@ -57,9 +59,9 @@ def shrink_to(
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`compact`. Its size sets
             the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
-            of :attr:`Report.macs_after`, which include what cannot be made smaller. Latency is that of a forward pass
-            on the example on this machine after :func:`compact`, over the model's; smaller numbers of MACs are tried
-            until it is met.
+            of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
+            pass on the example on this machine after :func:`compact`, over the model's; smaller numbers of MACs are
+            tried until it is met.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``, for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
@@ -67,7 +69,8 @@ def shrink_to(
         batches: pairs of the model's input and targets, for "taylor"; the model runs in eval mode.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
-        granularity: "rings", or "filters": each filter stays whole or goes.
+        granularity: "rings", or "filters": each filter stays whole or goes. Those of depthwise convolutions do in
+            either case, and those of other convolutions with groups all stay.
         least: number of filters that each layer keeps at least, or such numbers by the module's name (else 1).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
         round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU work on 8 or 16

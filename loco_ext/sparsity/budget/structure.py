@@ -261,9 +261,11 @@ def structure_of(
             kept = any(f"{node.target}.".startswith(f"{name}.") for name in skip)
             fixed[classes] |= kept
             (source,) = channels.sources(node)
-            reads = None if getattr(module, "groups", 1) > 1 else classes_of[channels.values[source].ids]
+            is_grouped = getattr(module, "groups", 1) > 1
+            reads = None if is_grouped else classes_of[channels.values[source].ids]
             norm = _norm_behind(channels, own, node)
-            rings = _rings(module.weight.shape[2:], kind, granularity)
+            # A convolution with groups runs at the size of its largest filter: smaller ones save nothing.
+            rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped else granularity)
             pixels = float(pixels_of(node, len(module.weight), samples))
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "macs": costs.fewest_macs}
 
 
+@torch.inference_mode(False)  # the result is for training, whatever mode the caller is in
 def compact(
     model: nn.Module,
     example_inputs: Tensor | Sequence[Any],

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from loco_ext.fx.modules import is_hooked
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction.agreement import Pair
 from loco_ext.sparsity.compaction.graph import copies
@@ -107,9 +108,14 @@ class _Search:
             inputs.append(_draw(x, sizes) if isinstance(x, Tensor) else x)
         try:
             with torch.no_grad():
-                return Pair(self._model, inputs, self._model(*copies(inputs)))
+                return Pair(self._model, inputs, _called(self._model, copies(inputs)))
         except Exception:  # the model's own code may raise anything for inputs that it does not accept
             return None
+
+
+def _called(model: nn.Module, inputs: Sequence[Any]) -> Any:
+    """Return the model's results; unlike a call, its ``forward`` prints no error that a traced model raises."""
+    return (model.forward if isinstance(model, fx.GraphModule) and not is_hooked(model) else model)(*inputs)
 
 
 def _draw(x: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -62,7 +62,7 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, st
 
 @pytest.mark.parametrize(("name", "cost", "share"), [("depthwise", "parameters", 0.5), ("constants", "macs", 0.2)])
 def test_what_compaction_cannot_remove_counts(name: str, cost: str, share: float) -> None:
-    """Rings of a depthwise layer keep their parameters; constants that padding makes visible keep a channel."""
+    """Constants that padding makes visible keep a channel."""
     model, optimizer, budget = controlled(name, **{"macs": None, cost: share}, granularity="rings", begin=0, end=3)
     train(model, optimizer, budget, 4, seed=1)
     _, report = sparsity.compact(model, X, cost="macs", fold_norms=False)
@@ -281,6 +281,19 @@ def test_nothing_that_can_be_removed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="model: expected convolutions or linear layers that can be made smaller"):
         sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
+
+
+def test_all_filters_stay_until_gradients_are_finite() -> None:
+    model, optimizer, budget = controlled("plain", begin=1, end=4, updates=11)
+    model[0].weight.register_hook(lambda gradient: gradient * math.inf if budget.steps < 2 else gradient)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, *IMAGE)), torch.arange(2)).backward()
+        budget.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    train(model, optimizer, budget, 2, seed=1)
+    assert reached("plain", model) <= 0.4
 
 
 def test_gradients_that_are_gone() -> None:

@@ -241,6 +241,25 @@ def test_a_layer_behind_a_split_is_not_cut_off() -> None:
     assert report.macs_executed <= 0.3 * report.macs_before
 
 
+@pytest.mark.parametrize(("groups", "share"), [(16, 0.5), (2, 0.9)])
+def test_filters_of_convolutions_with_groups_have_one_size(groups: int, share: float) -> None:
+    grouped = nn.Conv2d(16, 16, 5, padding=2, groups=groups)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), grouped, nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    smaller, report = sparsity.shrink_to(model, X, macs=share, importance="norm")
+    weight = smaller.get_submodule("2").weight
+    assert weight.shape[2:] == (5, 5)
+    assert weight.count_nonzero() == weight.numel()
+    assert report.layers[1].macs_after == report.layers[1].macs_executed
+
+
+def test_in_inference_mode_the_result_can_be_trained() -> None:
+    with torch.inference_mode():
+        model, pairs = network("plain"), batches(2)
+        smaller, _ = sparsity.shrink_to(model, X.clone(), macs=0.5, batches=pairs)
+    smaller(torch.randn(2, *IMAGE)).sum().backward()
+    assert all(parameter.grad is not None for parameter in smaller.parameters())
+
+
 def test_a_layer_that_nothing_reads() -> None:
     def function(net: Any, x: Tensor) -> Tensor:
         x = F.relu(net.first(x))
