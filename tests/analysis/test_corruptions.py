@@ -54,6 +54,18 @@ def test_every_level_is_stronger_than_the_last_and_repeats_to_the_same_bits(name
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
+def test_torchs_defaults_change_no_pixel(name):
+    images = photographs(2)
+    expected = corrupt(images, name, 4)
+    with torch.device("meta"):
+        assert torch.equal(corrupt(images, name, 4), expected)
+    torch.set_default_dtype(torch.float64)
+    found = corrupt(images, name, 4)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
 def test_images_of_any_size_and_grey_ones_are_corrupted(name):
     for shape in ((3, 1, 5, 9), (2, 3, 1, 1), (1, 3, 70, 33), (0, 3, 8, 8)):
         images = torch.rand(*shape, generator=torch.Generator().manual_seed(1))

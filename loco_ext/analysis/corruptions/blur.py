@@ -22,7 +22,7 @@ def defocus(images: Tensor, _: Draws, radius: float, sigma: float) -> Tensor:
     """Convolve with a disk, whose edge is smoothed by three taps of a Gaussian."""
     radius, sigma = radius * unit(images), sigma * unit(images)
     reach = math.ceil(radius)
-    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu")
     disk = (offsets[:, None].square() + offsets.square() <= radius**2).double()
     smooth = gaussian_kernel(sigma, 1)
     return convolve(convolve(convolve(images, disk / disk.sum()), smooth[None]), smooth[:, None])
@@ -43,7 +43,7 @@ def motion(images: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
 
 def zoomed(images: Tensor, _: Draws, largest: float) -> Tensor:
     """Average the image and enlarged ones."""
-    factors = torch.arange(1, largest + ZOOM_STEP / 2, ZOOM_STEP, dtype=torch.float64).tolist()
+    factors = torch.arange(1, largest + ZOOM_STEP / 2, ZOOM_STEP, dtype=torch.float64, device="cpu").tolist()
     total = images.clone()
     for factor in factors:
         total += zoom(images, factor)

@@ -49,8 +49,8 @@ def _box(old: int, new: int) -> Tensor:
     A new pixel smaller than an old one takes the value of the old pixel at its centre.
     """
     scale = old / new
-    centres = (torch.arange(new, dtype=torch.float64) + 0.5) * scale
-    distances = (torch.arange(old, dtype=torch.float64) + 0.5) - centres[:, None]
+    centres = (torch.arange(new, dtype=torch.float64, device="cpu") + 0.5) * scale
+    distances = (torch.arange(old, dtype=torch.float64, device="cpu") + 0.5) - centres[:, None]
     half = max(scale, 1.0) / 2
     weights = ((distances > -half) & (distances <= half)).double()
     return weights / weights.sum(1, keepdim=True)

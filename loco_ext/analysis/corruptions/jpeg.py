@@ -39,7 +39,7 @@ def compressed(images: Tensor, quality: int) -> Tensor:
     levels = (255 * images).round()
     if images.shape[1] == 1:
         return _coded(levels - 128, LUMINANCE, quality).add(128).round() / 255
-    matrix = torch.tensor(TO_YCBCR, dtype=torch.float64)
+    matrix = torch.tensor(TO_YCBCR, dtype=torch.float64, device="cpu")
     y, *chroma = torch.einsum("ij,njhw->inhw", matrix.to(levels), levels).unsqueeze(2)
     height, width = images.shape[-2:]
     planes = [_coded(y.round() - 128, LUMINANCE, quality) + 128]
@@ -66,12 +66,12 @@ def _coded(plane: Tensor, table: tuple[tuple[int, ...], ...], quality: int) -> T
 def _steps(table: tuple[tuple[int, ...], ...], quality: int) -> Tensor:
     """Return the quantisation steps of a quality, scaled as the Independent JPEG Group's encoder does."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
-    return ((torch.tensor(table) * percent + 50) // 100).clamp(1, 255)
+    return ((torch.tensor(table, device="cpu") * percent + 50) // 100).clamp(1, 255)
 
 
 def _cosine_transform() -> Tensor:
     """Return the orthonormal matrix of the cosine transform of 8 values (T.81, A.3.3)."""
-    frequencies, places = torch.arange(8, dtype=torch.float64)[:, None], torch.arange(8, dtype=torch.float64)
-    matrix = torch.cos((2 * places + 1) * frequencies * math.pi / 16) / 2
+    places = torch.arange(8, dtype=torch.float64, device="cpu")
+    matrix = torch.cos((2 * places + 1) * places[:, None] * math.pi / 16) / 2
     matrix[0] /= math.sqrt(2)
     return matrix

@@ -21,8 +21,8 @@ def convolve(images: Tensor, kernel: Tensor) -> Tensor:
 
 
 def gaussian_kernel(sigma: float, radius: int) -> Tensor:
-    """Return the normal density at -radius, ..., radius, with sum 1, in float64."""
-    offsets = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    """Return the normal density at -radius, ..., radius, with sum 1, in float64 on the CPU."""
+    offsets = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
     weights = torch.exp(-0.5 * (offsets / sigma).square())
     return weights / weights.sum()
 
