@@ -49,14 +49,14 @@ class Landscape(NamedTuple):
 
 
 def laplacian_stencil(width: int) -> Tensor:
-    """Return the stencil of the k-Laplacian, ``(k, k)`` in float64: ones, with ``1 - k^2`` in the centre.
+    """Return the stencil of the k-Laplacian, ``(k, k)`` in float64 on the CPU: ones, with ``1 - k^2`` in the centre.
 
     Example:
         >>> from loco_ext.ops.landscape import laplacian_stencil
         >>> laplacian_stencil(3)[1].tolist()
         [1.0, -8.0, 1.0]
     """
-    stencil = torch.ones(width, width, dtype=torch.float64)
+    stencil = torch.ones(width, width, dtype=torch.float64, device="cpu")
     stencil[width // 2, width // 2] = 1 - width**2
     return stencil
 

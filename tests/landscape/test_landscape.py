@@ -62,6 +62,13 @@ def test_it_compiles_into_one_graph():
     torch.testing.assert_close(torch.autograd.grad(compiled(g), g), torch.autograd.grad(loss(g), g))
 
 
+def test_torchs_default_device_does_not_count():
+    g = torch.randn(2, 3, 6, 6)
+    expected = ops.landscape(g)
+    with torch.device("meta"):
+        assert torch.equal(ops.landscape(g).loss, expected.loss)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_landscape_does_not_depend_on_the_size_of_gradients(scale):
     g = torch.randn(2, 3, 6, 6)
