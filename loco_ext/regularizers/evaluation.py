@@ -18,13 +18,17 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
 
     Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly, and
-    attention by torch's own operations, because only these can be differentiated twice.
+    attention by torch's own operations, because only these can be differentiated twice. Hooks of parameters do not run:
+    they are for the gradient of the training loss.
     """
     modes = [(module, module.training) for module in model.modules()]
+    hooks = [(parameter, parameter._backward_hooks) for parameter in model.parameters() if parameter._backward_hooks]
     devices = [device] if device.type == "cuda" else []
     try:
         for module, _ in modes:
             module.training = False
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
         with (
             torch.random.fork_rng(devices),
             torch.autocast(device.type, enabled=False),
@@ -37,11 +41,18 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for parameter, own in hooks:
+            parameter._backward_hooks = own
 
 
-def constant_images(x: Tensor) -> Tensor:
-    """Return images that gradients can be taken in, without those that the caller may take."""
+def constant(x: Tensor) -> Tensor:
+    """Return the tensor without its gradient, or a copy if it is one of inference mode that autograd cannot save."""
     return x.clone() if x.is_inference() else x.detach()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter, or the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def check_images(name: str, x: Any) -> None:

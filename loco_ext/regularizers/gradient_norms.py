@@ -214,7 +214,7 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
     places = live.any(0).nonzero().flatten()
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
         if len(weight) <= most:
-            factor = _factor_of_each(_kept_gram(weight), live, torch.arange(len(weight)))
+            factor = _factor_of_each(_kept_gram(weight), live, torch.arange(len(weight), device=weight.device))
         else:
             factor = _factor_of_each(_gram(weight[places]), live, places)
         if factor is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.regularizers.evaluation import check_images, check_logits, constant_images
+from loco_ext.regularizers.evaluation import check_images, check_logits, constant
 
 # Ways to take the expectation over the predicted classes: one class is drawn for each image, or all classes are
 # weighted by their probabilities.
@@ -40,7 +40,7 @@ def input_gradients(
         uniform: ``(N,)``, numbers in [0, 1).
         graph: whether the gradients can be differentiated.
     """
-    x = constant_images(x).requires_grad_()
+    x = constant(x).requires_grad_()
     logits = model(x.clone())  # the model may write to its input
     check_logits(logits, x)
     if not logits.requires_grad:

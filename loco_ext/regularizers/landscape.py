@@ -45,6 +45,7 @@ def importance_landscape(
         TypeError: ``model`` is not a module, ``seed`` no int, or images are not floating-point tensors.
         ValueError: images that are not of shape ``(N, C, H, W)`` or of different sizes, or other outputs than logits,
             which have to be differentiable.
+        RuntimeError: by torch, for activation checkpoints with ``use_reentrant=True``.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.3, eq. 6.
@@ -65,7 +66,7 @@ def importance_landscape(
     model = unwrapped(model)
     squares = dtype = None
     for chunk in batches_of(x, chunk_size):
-        uniform = torch.rand(len(chunk), generator=generator, dtype=torch.float64).to(chunk.device)
+        uniform = torch.rand(len(chunk), generator=generator, dtype=torch.float64, device="cpu").to(chunk.device)
         with measuring(model, chunk.device):
             found = _squares(model, chunk, expectation, uniform)
         if squares is not None and found.shape != squares.shape:

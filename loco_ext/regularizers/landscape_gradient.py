@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext import ops
-from loco_ext.regularizers.evaluation import check_logits, constant_images
+from loco_ext.regularizers.evaluation import check_logits, constant
 from loco_ext.regularizers.routes import Gradients, Route
 
 
@@ -39,7 +39,7 @@ def landscape_gradient(
         uniform: ``(N,)``, numbers in [0, 1).
         route: computes input gradients and what they pull back to the parameters.
     """
-    x = constant_images(x)
+    x = constant(x)
     restart = _restart_rng(x.device)
     chunks = x.split(chunk_size or len(x))
     draws = uniform.split(chunk_size or len(x))

@@ -14,7 +14,7 @@ from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.regularizers.affine import AffineCall, Pass
-from loco_ext.regularizers.evaluation import measuring
+from loco_ext.regularizers.evaluation import device_of, measuring
 
 # Layers whose weights paths cross, and layers that paths pass unchanged.
 _WEIGHTED = (
@@ -66,7 +66,7 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     check_module("model", model)
     sizes = check_ints("input_size", input_size, len(input_size) if isinstance(input_size, Sequence) else 1)
     model = unwrapped(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     with measuring(model, device):
         _check_operations(model)
         # Weights, and so all values, are positive: ReLUs pass them, and biases have to be zero only to keep them small.

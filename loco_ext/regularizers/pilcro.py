@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed, check_tensor
 from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, check_target
+from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
 from loco_ext.regularizers.landscape import make_stencil
@@ -60,6 +61,7 @@ class PILCRO:
     Raises:
         TypeError, ValueError: arguments of a wrong type or value; at a call, the model's and images' as for
             :func:`importance_landscape`, a target of another size, or no parameter that requires a gradient.
+        RuntimeError: at a call, as :func:`importance_landscape`.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.3.
@@ -129,7 +131,7 @@ class PILCRO:
         call = self._calls
         if call % self.every or self.alpha == 0:
             self._calls += 1
-            return torch.zeros((), device=x.device, requires_grad=True)
+            return torch.zeros((), dtype=compute_dtype(x.dtype), device=x.device, requires_grad=True)
         inner = unwrapped(model)
         with measuring(inner, x.device):
             loss, gradients = landscape_gradient(
@@ -156,7 +158,7 @@ class PILCRO:
         """Return the numbers in [0, 1) by which this call draws classes, ``(N,)``."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         generator = torch.Generator().manual_seed(hash((self.seed, call, rank)))
-        return torch.rand(len(x), generator=generator, dtype=torch.float64).to(x.device)
+        return torch.rand(len(x), generator=generator, dtype=torch.float64, device="cpu").to(x.device)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of calls, from which training goes on."""

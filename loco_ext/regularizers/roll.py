@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from loco_ext.argument_checks import check_count, check_number
+from loco_ext.regularizers.evaluation import constant
 from loco_ext.regularizers.frozen import Frozen
 from loco_ext.regularizers.gradient_norms import choose_probes, directions, random_directions
 from loco_ext.regularizers.ieee import ieee_arithmetic
@@ -89,7 +90,7 @@ class ROLL:
         Raises:
             TypeError, ValueError: as for :func:`region_radius`.
         """
-        network, x = checked_network(model, x), x.detach()
+        network, x = checked_network(model, x), constant(x)
         with ieee_arithmetic(x.device):
             frozen = Frozen(network, x)
             terms = self._terms(frozen, self._squared_norms(frozen, x))

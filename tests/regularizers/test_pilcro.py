@@ -125,6 +125,7 @@ def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():
     second.load_state_dict(first.state_dict())
     assert [first(model, x).item() for _ in range(4)] == [second(model, x).item() for _ in range(4)]
     zero = first(model, x)
+    assert zero.dtype == torch.float64
     zero.backward()  # must not raise
 
 
@@ -182,6 +183,18 @@ def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
     pilcro(model, x).backward()
     assert model.linear.weight.grad is None
     torch.testing.assert_close(model.second.weight.grad.flatten(), _part(expected, model, "second.weight"))
+
+
+@pytest.mark.parametrize("options", [{"expectation": "exact"}, {"route": "double_backward"}], ids=str)
+def test_hooks_of_parameters_run_once(options):
+    model, x = make("plain"), images()
+    once = gradient(PILCRO(**options), model, x)
+    twice = once.clone()
+    twice[: model[0].weight.numel()] *= 2
+    hook = model[0].weight.register_hook(lambda g: 2 * g)
+    assert_near(gradient(PILCRO(**options), model, x), twice)
+    hook.remove()
+    assert_near(gradient(PILCRO(**options), model, x), once)
 
 
 def _part(vector: Tensor, model: nn.Module, name: str) -> Tensor:
