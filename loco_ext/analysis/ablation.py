@@ -8,9 +8,11 @@ from torch.nn.functional import softmax
 
 from loco_ext.analysis.target_logits import check_classifier, of_targets
 from loco_ext.argument_checks import check_count, is_int
-from loco_ext.regularizers.evaluation import check_images, measuring
+from loco_ext.fx.modules import unwrapped
+from loco_ext.regularizers.evaluation import check_images, constant, measuring
 
 
+@torch.compiler.disable
 def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines: Tensor, steps: int = 32) -> Tensor:
     """Return each input's contribution to the target's logit: gradients integrated from baselines to the images.
 
@@ -34,6 +36,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
             not an int64 tensor.
         ValueError: shapes do not fit, the model does not return one row of logits per image, a target is none of its
             classes, or there are fewer steps than baselines.
+        RuntimeError: by torch, for activation checkpoints with ``use_reentrant=True``.
 
     Source:
         Sundararajan, Taly, Yan, "Axiomatic Attribution for Deep Networks" (2017), section 3; several baselines as in
@@ -54,17 +57,20 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         raise ValueError(f"baselines: expected images of the shape {tuple(x.shape[1:])}, got {tuple(baselines.shape)}")
     if check_count("steps", steps, smallest=1) < len(baselines):
         raise ValueError(f"steps: expected at least one for each of {len(baselines)} baselines, got {steps}")
-    total = torch.zeros_like(x)
+    model = unwrapped(model)
     with measuring(model, x.device):
+        x, baselines, targets = constant(x), constant(baselines), constant(targets)
+        total = torch.zeros_like(x)
         for step in range(steps):
-            way = x.detach() - baselines[step % len(baselines)]
-            point = (x.detach() - (1 - (step + 0.5) / steps) * way).requires_grad_()
+            way = x - baselines[step % len(baselines)]
+            point = (x - (1 - (step + 0.5) / steps) * way).requires_grad_()
             logits = of_targets(model(point.clone()), x, targets)  # the model may write to its input
             (gradient,) = torch.autograd.grad(logits.sum(), point)
             total += gradient * way
-    return total / steps
+        return total / steps
 
 
+@torch.compiler.disable
 def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tensor, counts: Sequence[int]) -> Tensor:
     """Return how much of the target's probability is left once an image's most relevant pixels are gone.
 
@@ -104,7 +110,7 @@ def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tens
     order = relevance.sum(1).flatten(1).argsort(dim=1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(pixels, device=x.device).expand_as(order))
     ranks = ranks.view(len(x), 1, *x.shape[2:])
-    means = x.mean((2, 3), keepdim=True)
+    means, model = x.mean((2, 3), keepdim=True), unwrapped(model)
     with measuring(model, x.device), torch.no_grad():
         left = [_probabilities(model, torch.where(ranks < count, means, x), targets) for count in (0, *counts)]
     return torch.stack([some / left[0] for some in left[1:]]) if counts else x.new_zeros(0, len(x))

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from loco_ext.fx.modules import unwrapped
 from loco_ext.nn.computed import weight_of
-from loco_ext.nn.modes import evaluating
+from loco_ext.regularizers.evaluation import device_of, measuring
 
 Model = nn.Module | Mapping[str, Any]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -30,7 +31,7 @@ def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str
             entries of a mapping are ignored.
         example_inputs: with None, modules come in the order of registration. With a tensor or a tuple of tensors, the
             arguments of the module's forward, they come in the order of their first call in one forward pass in eval
-            mode, without modules that are not called. The mode of every module is restored.
+            mode, without modules that are not called. The mode of every module and the RNG are restored.
 
     Returns:
         Detached float64 CPU tensors by module name, such as "features.0", in order. They have the stored layout,
@@ -80,6 +81,7 @@ def _of_module(model: nn.Module, example_inputs: Inputs | None) -> dict[str, Ten
     return {names[module]: weights[module] for module in modules}
 
 
+@torch.compiler.disable
 def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: Inputs) -> list[_ConvNd]:
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple) or not all(isinstance(entry, Tensor) for entry in inputs):
@@ -89,8 +91,8 @@ def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: 
     called: dict[_ConvNd, None] = {}
     hooks = [module.register_forward_pre_hook(lambda module, _: called.setdefault(module)) for module in modules]
     try:
-        with evaluating(model), torch.no_grad():
-            model(*inputs)
+        with measuring(model, device_of(model)), torch.no_grad():
+            unwrapped(model)(*(entry.clone() for entry in inputs))  # the model may write to its inputs
     finally:
         for hook in hooks:
             hook.remove()

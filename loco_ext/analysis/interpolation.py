@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from loco_ext.analysis.landscape import Batches, Loss, check_data
+from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
 from loco_ext.geometry import BlockPattern
+from loco_ext.regularizers.evaluation import device_of, measuring
 
 METHODS = ("linear", "string", "outputs")
 STIFFNESS = 0.02
 
 
+@torch.compiler.disable
+@torch.inference_mode(False)  # models and paths can be trained, whatever mode they are made in
 def interpolate(
     first: nn.Module,
     second: nn.Module,
@@ -87,11 +90,12 @@ def interpolate(
         raise ValueError(f"stiffness: expected less than 0.5, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
     model = copy.deepcopy(first).eval()
-    for step in range(steps):
-        batch = data[step % len(data)]
-        for before, point, after in zip(string, string[1:], string[2:], strict=False):
-            _descend(model, point, loss, batch, learning_rate)
-            _draw(point, before, after, stiffness)
+    with measuring(model, device_of(model)):
+        for step in range(steps):
+            batch = data[step % len(data)]
+            for before, point, after in zip(string, string[1:], string[2:], strict=False):
+                _descend(model, point, loss, batch, learning_rate)
+                _draw(point, before, after, stiffness)
     return _along(first, iter(string), alphas)
 
 
@@ -123,6 +127,7 @@ def _is_mixed(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+@torch.inference_mode(False)
 def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> Iterator[tuple[float, nn.Module]]:
     model = copy.deepcopy(first).eval()
     for alpha, state in zip(alphas, states, strict=True):
@@ -132,12 +137,11 @@ def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> It
 
 
 def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float) -> None:
-    inputs, targets = batch
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     leaves = [point[name].detach().requires_grad_() for name in names]
-    with torch.enable_grad():
-        outputs = functional_call(model, point | dict(zip(names, leaves, strict=True)), (inputs,))
-        gradients = torch.autograd.grad(loss(outputs, targets), leaves, materialize_grads=True)
+    state = point | dict(zip(names, leaves, strict=True))
+    value = batch_loss(lambda inputs: functional_call(model, state, (inputs,)), loss, batch)
+    gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
     for name, gradient in zip(names, gradients, strict=True):
         point[name].sub_(gradient, alpha=learning_rate)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module, check_number, check_seed
-from loco_ext.nn.modes import evaluating
+from loco_ext.fx.modules import unwrapped
+from loco_ext.regularizers.evaluation import measuring
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -35,11 +36,13 @@ class TopEigenvalue(NamedTuple):
     iterations: int
 
 
+@torch.compiler.disable
 def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     """Return the norm of the loss gradient in all parameters that require one, over all of ``data`` at once.
 
     Args:
-        model: evaluated in evaluation mode; its mode and the ``grad`` of its parameters are unchanged.
+        model: evaluated in evaluation mode without autocast; its flags, the ``grad`` of its parameters and the RNG are
+            left as they were.
         loss: function of outputs and targets that returns the mean over samples.
         data: batches ``(inputs, targets)`` of any sizes.
 
@@ -59,14 +62,15 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
         >>> torch.isclose(torch.tensor(norm), model.weight.norm().detach())
         tensor(True)
     """
-    parameters = _check(model, data)
-    total = [torch.zeros_like(parameter) for parameter in parameters]
-    with evaluating(model), torch.enable_grad():
+    parameters, model = _check(model, data), unwrapped(model)
+    with measuring(model, parameters[0].device):
+        total = [torch.zeros_like(parameter) for parameter in parameters]
         for value in _losses(model, loss, data):
             _add(total, torch.autograd.grad(value, parameters, materialize_grads=True))
     return _norm(total)
 
 
+@torch.compiler.disable
 def top_hessian_eigenvalue(
     model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> TopEigenvalue:
@@ -95,13 +99,14 @@ def top_hessian_eigenvalue(
         >>> round(analysis.top_hessian_eigenvalue(model, torch.nn.functional.mse_loss, [batch]).value, 3)
         9.0
     """
-    parameters = _check(model, data)
+    parameters, model = _check(model, data), unwrapped(model)
     check_number("tolerance", tolerance)
     check_count("iterations", iterations, smallest=1)
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    start = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]
-    with evaluating(model), torch.enable_grad():
+    with measuring(model, parameters[0].device):
+        normal = (torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu") for p in parameters)
+        start = [part.to(p.device) for part, p in zip(normal, parameters, strict=True)]
 
         def product(vector: Vector) -> Vector:
             return _hessian_product(model, loss, data, parameters, vector)
@@ -141,9 +146,14 @@ def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
 def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[Tensor]:
     """Yield each batch's contribution to the mean loss over all samples."""
     count = sum(len(targets) for _, targets in data)
-    for inputs, targets in data:
-        own = inputs.clone() if isinstance(inputs, Tensor) else inputs  # the model may write to its input
-        yield loss(model(own), targets) * (len(targets) / count)
+    for batch in data:
+        yield batch_loss(model, loss, batch) * (len(batch[1]) / count)
+
+
+def batch_loss(model: Callable[[Tensor], Tensor], loss: Loss, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of a batch, of which the model gets a copy: it may write to its input."""
+    inputs, targets = (part.clone() if isinstance(part, Tensor) else part for part in batch)
+    return loss(model(inputs), targets)
 
 
 def _hessian_product(

@@ -5,9 +5,11 @@ from torch import Tensor, nn
 
 from loco_ext.analysis.target_logits import check_classifier, of_targets
 from loco_ext.argument_checks import check_count
-from loco_ext.regularizers.evaluation import measuring
+from loco_ext.fx.modules import unwrapped
+from loco_ext.regularizers.evaluation import constant, measuring
 
 
+@torch.compiler.disable
 def permutation_importance(
     model: nn.Module, x: Tensor, targets: Tensor, units: Tensor, *, draws: int = 2, seed: int = 0
 ) -> Tensor:
@@ -49,14 +51,14 @@ def permutation_importance(
     _check_units(units, x)
     check_count("draws", draws, smallest=2)
     check_count("seed", seed)
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.zeros(len(units), dtype=torch.float64)
+    generator, model = torch.Generator().manual_seed(seed), unwrapped(model)
     with measuring(model, x.device), torch.no_grad():
+        found = torch.zeros(len(units), dtype=torch.float64, device="cpu")
         whole = of_targets(model(x.clone()), x, targets).double()  # the model may write to its input
         for place, (channel, row, column) in enumerate(units.tolist()):
             changed, sums, squares = x.clone(), torch.zeros_like(whole), torch.zeros_like(whole)
             for _ in range(draws):
-                others = torch.randint(len(x), (len(x),), generator=generator).to(x.device)
+                others = torch.randint(len(x), (len(x),), generator=generator, device="cpu").to(x.device)
                 changed[:, channel, row, column] = x[others, channel, row, column]
                 difference = of_targets(model(changed.clone()), x, targets) - whole
                 sums += difference
@@ -65,6 +67,7 @@ def permutation_importance(
     return found
 
 
+@torch.compiler.disable
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 
@@ -92,8 +95,9 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
         True
     """
     check_classifier(model, x, targets)
-    images = x.detach().clone().requires_grad_()
+    model = unwrapped(model)
     with measuring(model, x.device):
+        images, targets = constant(x).requires_grad_(), constant(targets)
         (gradient,) = torch.autograd.grad(of_targets(model(images.clone()), x, targets).sum(), images)
     variances = x.detach().double().var(0, correction=0)
     return (variances * gradient.double().square().mean(0)).cpu()
@@ -105,5 +109,5 @@ def _check_units(units: Tensor, x: Tensor) -> None:
         raise TypeError(f"units: expected an int64 tensor, got {found}")
     if units.dim() != 2 or units.shape[1] != 3:
         raise ValueError(f"units: expected shape (K, 3), got {tuple(units.shape)}")
-    if ((units.cpu() < 0) | (units.cpu() >= torch.tensor(x.shape[1:]))).any():
+    if ((units.cpu() < 0) | (units.cpu() >= torch.tensor(x.shape[1:], device="cpu"))).any():
         raise ValueError(f"units: expected channels, rows and columns of images {tuple(x.shape[1:])}, got others")

@@ -38,6 +38,18 @@ def test_order_of_registration_and_of_call():
     assert lower == {"all": 32, "lower": 12, "upper": 20}
 
 
+def test_inputs_and_random_numbers_are_left_as_they_were():
+    class Writing(Backwards):
+        def forward(self, x, y):
+            return super().forward(x.add_(torch.rand(())), y)
+
+    model, inputs = Writing(), tuple(each.clone() for each in INPUTS)
+    state = torch.get_rng_state()
+    conv_weights(model, inputs)
+    assert torch.equal(inputs[0], INPUTS[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_model_is_left_as_it_was(fail):
     model = Backwards()

@@ -111,6 +111,17 @@ def test_a_string_lowers_the_loss_between_two_networks_by_default():
     assert all(a < b for a, b in zip(trained[1:-1], linear[1:-1], strict=True))
 
 
+@pytest.mark.parametrize("method", ["linear", "string", "outputs"])
+def test_paths_made_in_inference_mode_can_be_trained(method):
+    options = {"loss": cross_entropy, "data": DATA, "steps": 1} if method == "string" else {}
+    with torch.inference_mode():
+        path = analysis.interpolate(nn.Linear(3, 4), nn.Linear(3, 4), 3, method, **options)
+        _, model = next(path)
+    for _, each in path:
+        assert each is model or method == "outputs"
+        each(torch.ones(2, 3)).sum().backward()
+
+
 def test_blocks_in_other_places_are_not_mixed():
     layers = [loco_nn.LocallyConnected1d(1, 1, 2, input_size=3) for _ in range(2)]
     for place, layer in enumerate(layers):

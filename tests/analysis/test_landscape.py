@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss
 
 from loco_ext import analysis
@@ -22,6 +23,9 @@ def network(kind):
     torch.manual_seed(5)
     if kind == "mlp":
         model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,)
+    elif kind == "attention":
+        encoder = nn.TransformerEncoderLayer(3, 1, 2, dropout=0, batch_first=True)
+        model, shape = nn.Sequential(encoder, nn.Flatten(), nn.Linear(6, 3)), (2, 3)
     else:
         conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
         model = nn.Sequential(conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
@@ -56,12 +60,13 @@ def flat_loss(model, data):
     return value, here
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "sharing", 1, "all"])
+@pytest.mark.parametrize("kind", ["mlp", "attention", "cnn", "sharing", 1, "all"])
 def test_gradient_and_curvature_are_those_of_the_whole_hessian(kind):
     model, shape = network(kind)
     data = batches(shape)
     value, here = flat_loss(model, data)
-    eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
+    with sdpa_kernel(SDPBackend.MATH):  # torch cannot differentiate the other kinds twice
+        eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
     found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-7)
     assert found.residual <= 1e-7
     assert found.value == pytest.approx(eigenvalues[-1].item(), rel=1e-9)
@@ -171,6 +176,21 @@ def test_the_model_stays_as_it_is_and_is_evaluated():
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_models_and_hooks_of_parameters():
+    model, shape = network("mlp")
+    data = batches(shape)
+
+    def measure(model):
+        found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=5)
+        return analysis.gradient_norm(model, cross_entropy, data), *found
+
+    expected = measure(model)
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    assert measure(model) == expected
+    assert measure(torch.compile(model, backend="aot_eager")) == expected
 
 
 BATCH = (torch.zeros(2, 3), torch.zeros(2, 1))

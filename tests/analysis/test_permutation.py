@@ -1,16 +1,20 @@
 """Importance by resampling against an exact mean over all images; Lemma 1 where its assumptions hold and where not."""
 
+import copy
 import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from loco_ext.analysis import (
+    ablation_curve,
     gradient_importance,
     gradient_norm,
     integrated_gradients,
+    interpolate,
     permutation_importance,
     top_hessian_eigenvalue,
 )
@@ -79,20 +83,90 @@ class Normalised(nn.Module):
         return x.sub_(0.5).div_(0.25) if self.in_place else (x - 0.5) / 0.25
 
 
+def string(model, x, targets):
+    """Return the parameters in the middle of a string between a model and a copy of it."""
+    options = {"loss": cross_entropy, "data": [(x, targets)], "steps": 2}
+    path = interpolate(model, copy.deepcopy(model), 3, "string", **options)
+    return torch.cat([parameter.detach().flatten() for parameter in list(path)[1][1].parameters()])
+
+
+MEASURES = {
+    "permutation": lambda model, x, targets: permutation_importance(model, x, targets, UNITS),
+    "gradient": gradient_importance,
+    "integrated": lambda model, x, targets: integrated_gradients(model, x, targets, x[:1], steps=7),
+    "ablation": lambda model, x, targets: ablation_curve(model, x, targets, x, (1, 5)),
+    "norm": lambda model, x, targets: gradient_norm(model, cross_entropy, [(x, targets)]),
+    "eigenvalue": lambda model, x, targets: (
+        top_hessian_eigenvalue(model, cross_entropy, [(x, targets)], iterations=3).value
+    ),
+    "string": string,
+}
+
+
 def test_models_that_write_to_their_input_are_measured_like_others():
     x, targets = images()
     before, rest = x.clone(), network(nn.Tanh())
-    measures = {
-        "permutation": lambda model: permutation_importance(model, x, targets, UNITS),
-        "gradient": lambda model: gradient_importance(model, x, targets),
-        "integrated": lambda model: integrated_gradients(model, x, targets, torch.zeros_like(x), steps=7),
-        "norm": lambda model: gradient_norm(model, cross_entropy, [(x, targets)]),
-        "eigenvalue": lambda model: top_hessian_eigenvalue(model, cross_entropy, [(x, targets)], iterations=3).value,
-    }
-    for name, measure in measures.items():
-        one, other = (measure(nn.Sequential(Normalised(in_place), rest)) for in_place in (True, False))
+    for name, measure in MEASURES.items():
+        one, other = (measure(nn.Sequential(Normalised(in_place), rest), x, targets) for in_place in (True, False))
         torch.testing.assert_close(one, other, msg=name)
         assert torch.equal(x, before), name
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+SETTINGS = {
+    "default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_the_caller_has_set_changes_no_measure(setting):
+    """Images and targets that are made in inference mode are measured outside of it as well."""
+    model, (x, targets) = nn.Sequential(Drawing(), network(nn.Tanh()).float()), images()
+    x, state = x.float(), torch.get_rng_state()
+    for name, measure in MEASURES.items():
+        expected = measure(model, x, targets)
+        with SETTINGS[setting]():
+            one, classes = x.clone(), targets.clone()
+            found = measure(model, one, classes)
+        assert torch.equal(torch.get_rng_state(), state), name
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(measure(model, one, classes), expected, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_measures():
+    model, (x, targets) = network(nn.Tanh()), images()
+
+    def measure(x):
+        return [MEASURES[name](model, x, targets) for name in ("permutation", "gradient", "integrated", "ablation")]
+
+    torch.testing.assert_close(torch.compile(measure, backend="eager")(x), measure(x))
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_data_parallel_models_are_measured_without_their_wrapper():
+    model, (x, targets) = network(nn.Tanh()), images()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    calls = []
+    parallel.register_forward_pre_hook(lambda module, args: calls.append(module))
+    for name, measure in MEASURES.items():
+        if name != "string":  # it runs a copy
+            torch.testing.assert_close(measure(parallel, x, targets), measure(model, x, targets), msg=name)
+    assert not calls
 
 
 @pytest.mark.parametrize(
