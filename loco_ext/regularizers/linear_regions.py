@@ -233,7 +233,8 @@ def checked_network(model: Any, x: Any) -> FrozenNetwork:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != x.dtype:
             raise TypeError(f"x: expected {parameter.dtype}, as {name} of the model has it, got {x.dtype}")
-    return FrozenNetwork(model)
+    with ieee_arithmetic(x.device):  # the trace computes what depends on buffers alone
+        return FrozenNetwork(model)
 
 
 def _chunks(network: FrozenNetwork, x: Tensor, q: float, memory_limit: int) -> Iterator[tuple[Frozen, Probes, int]]:

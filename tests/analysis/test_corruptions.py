@@ -59,6 +59,8 @@ def test_torchs_defaults_change_no_pixel(name):
     expected = corrupt(images, name, 4)
     with torch.device("meta"):
         assert torch.equal(corrupt(images, name, 4), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(corrupt(images, name, 4), expected)
     torch.set_default_dtype(torch.float64)
     found = corrupt(images, name, 4)
     assert found.dtype == torch.float32

@@ -331,6 +331,25 @@ def test_precision_and_model_are_as_before():
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
+class OfBuffers(nn.Module):
+    """A module whose weight is the product of two buffers."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("one", "other"):
+            self.register_buffer(name, torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.relu(x @ (self.one @ self.other))
+
+
+def test_autocast_does_not_round_what_is_made_of_buffers():
+    model, x = OfBuffers(), torch.randn(3, 4)
+    expected = regularizers.region_radius(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(regularizers.region_radius(model, x), expected)
+
+
 class Mixing(nn.Module):
     def __init__(self, function):
         super().__init__()

@@ -89,7 +89,7 @@ def corrupt(images: Tensor, name: str, level: int, seed: int = 0) -> Tensor:
         raise ValueError(f"level: expected at most {LEVELS}, got {level}")
     check_count("seed", seed)
     _, function, levels = CORRUPTIONS[name]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         corrupted: Tensor = function(images, Draws(seed, images.device), *levels[level - 1])
     return corrupted.clamp(0, 1)
 
