@@ -153,6 +153,14 @@ def test_paths_are_counted_one_by_one():
     assert regularizers.path_counts(model, (1, 6))[0].tolist() == (counts / 2).tolist()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_paths_of_compiled_parts_are_counted():
+    model = stack()
+    expected = regularizers.path_counts(model, (2, 9, 9))
+    model[1] = torch.compile(model[1], backend="eager")
+    assert torch.equal(regularizers.path_counts(model, (2, 9, 9)), expected)
+
+
 class Code(nn.Module):
     """A layer and a function of its result."""
 
