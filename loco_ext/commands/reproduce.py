@@ -41,7 +41,8 @@ def run(
         Literal["smoke", "cpu", "paper"],
         typer.Option(
             help="Size of the experiments. smoke takes seconds, on digits. cpu takes two hours for all papers on two "
-            "cores, on CIFAR-10 if --data has it. paper follows the authors' protocols."
+            "cores, on CIFAR-10 from --data or, without --data, on digits, which efcn cannot take. paper follows the "
+            "authors' protocols."
         ),
     ] = "smoke",
     folder: Data = None,
@@ -76,6 +77,8 @@ def run(
     plan = JobPlan(preset, out, folder, device, checkpoints)
     modules = [_module(name) for name in (PAPERS if paper == "all" else (paper,))]
     jobs = ordered([each for module in modules for each in module.jobs(plan)])
+    if stage is not None and stage > (last := jobs[-1].stage):
+        raise UserError(f"stage: expected at most {last}, got {stage}")
     chosen = [(number, each) for number, each in enumerate(jobs, 1) if stage in (None, each.stage)]
     if job is not None:
         if job not in dict(chosen):

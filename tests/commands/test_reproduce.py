@@ -266,6 +266,25 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     assert (folder / "seed-0" / "regions.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("module", [pilcro, sparsity])
+def test_jobs_that_are_done_on_other_data_are_not_done(tmp_path, module):
+    """The command train has its data set in settings.json, an experiment in its training's, compact in report.json."""
+    plans = [JobPlan("cpu", tmp_path, folder) for folder in (None, Path("DIR"))]
+    for job in module.jobs(plans[0]):
+        job.folder.mkdir(parents=True)
+        job.result.write_text('{"data": "digits"}')
+        settings = {"data": "digits"} if job.words[0] == "train" else {"training": {"data": "digits"}}
+        if job.words[0] != "compact":
+            (job.folder / "settings.json").write_text(json.dumps({"settings": settings}))
+    on_digits, on_cifar = map(module.jobs, plans)
+    assert all(job.done for job in on_digits)
+    assert not any(job.done for job in on_cifar)
+    assert "IMAGES of CIFAR-10" in re.sub(r"\d,000 images", "IMAGES", module.page(plans[1]).scale)
+    for path in tmp_path.rglob("*.json"):
+        path.unlink()
+    assert "800 handwritten digits" in module.page(plans[0]).scale
+
+
 def content(folder):
     """Return the content of a reproduction's pages, and the weights of all networks, by path below the folder."""
     pages = {p.relative_to(folder): json.loads(p.read_text()) for p in folder.rglob("reproduce.json")}
@@ -308,6 +327,9 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     ("options", "said"),
     [
         (["loco-reg", "--preset", "paper"], "--data: expected the folder of the data sets with the preset paper"),
+        (["efcn", "--preset", "cpu"], "--data: expected the folder of CIFAR-10 with the preset cpu of efcn or all"),
+        (["all", "--preset", "cpu"], "--data: expected the folder of CIFAR-10 with the preset cpu of efcn or all"),
+        (["sparsity", "--stage", "3"], "--stage: expected at most 2, got 3"),
         (["loco-reg", "--job", "9"], "--job: expected a number from 1 to 8, got 9"),
         (["loco-reg", "--job", "1", "--stage", "3"], "--job: expected a number of stage 3, got 1"),
         (["loco"], "expected one of loco-reg, sparsity, efcn, pilcro, linear-regions, all"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loco_ext.errors import UserError
 from loco_ext.experiments import efcn_figures
 from loco_ext.experiments.efcn_settings import FULL
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
@@ -87,14 +88,19 @@ SCALES = {
 
 
 def jobs(plan: JobPlan) -> list[Job]:
-    """Return a job for each network and switch time; the first one has the fully connected network from scratch."""
+    """Return a job for each network and switch time; the first one has the fully connected network from scratch.
+
+    Raises:
+        UserError: there is no folder of CIFAR-10 with the preset cpu.
+    """
+    if plan.preset == "cpu" and plan.data is None:
+        raise UserError("folder: expected the folder of CIFAR-10 with the preset cpu of efcn or all, got none")
     scale, found = SCALES[plan.preset], []
     last = len(scale.switch_times) - 1
     paths = {scale.switch_times[round(i * last / (PATHS - 1))] for i in range(PATHS)}
-    data = ("--dataset", "digits") if plan.images == "digits" and plan.preset == "cpu" else ()
     for network, preset in scale.networks.items():
         for time in scale.switch_times:
-            options = ["--preset", preset, "--switch", str(time), "--relax", FULL, *scale.options, *data]
+            options = ["--preset", preset, "--switch", str(time), "--relax", FULL, *scale.options]
             options += scale.path if time in paths else ("--interpolation-points", "0")
             options += ["--fcn-epochs", str(scale.fcn_epochs if time == scale.switch_times[0] else 0)]
             name = f"{PAPER}/{network}/switch-{time:03}"

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loco_ext.errors import UserError
+from loco_ext.experiments.data import DIGITS_TRAIN_SIZE
+from loco_ext.experiments.records import read
 
 PRESETS = ("smoke", "cpu", "paper")
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
@@ -25,6 +27,7 @@ class Job:
             extrapolated from the studies: 15 trainings of the small CNN in half an hour, a regions network in under
             two minutes, a step of a fully connected VanillaCNN in less than half a second.
         stage: a job reads what jobs of earlier stages have written.
+        data: data set that a result must be of to count as done; None for jobs that always take the same one.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Job:
     result: Path
     minutes: float
     stage: int
+    data: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -39,7 +43,14 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return self.result.is_file()
+        return self.result.is_file() and (self.data is None or self.data == self._recorded_data())
+
+    def _recorded_data(self) -> Any:
+        """Return the data set that the job has run on."""
+        path = self.folder / "settings.json"
+        record = read(path if path.is_file() else self.result)
+        settings = record.get("settings", record)
+        return settings.get("training", settings).get("data")
 
     def line(self) -> str:
         """Return the job as a command line."""
@@ -77,11 +88,24 @@ class JobPlan:
         """Name of the small presets' data set: CIFAR-10 where cpu has a folder of it, handwritten digits elsewhere."""
         return "digits" if self.preset == "smoke" or self.data is None else "cifar10"
 
+    def training_images(self, samples: int) -> str:
+        """Return how many training images of the small presets' data set the first ``samples`` are, as text."""
+        if self.images == "digits":
+            return f"{min(samples, DIGITS_TRAIN_SIZE):,} handwritten digits"
+        return f"{samples:,} images of CIFAR-10"
+
     def folder(self, name: str) -> Path:
         return self.out / self.preset / name
 
     def job(
-        self, name: str, command: str, *options: str | Path | float, result: str, minutes: float, stage: int = 1
+        self,
+        name: str,
+        command: str,
+        *options: str | Path | float,
+        result: str,
+        minutes: float,
+        stage: int = 1,
+        data: str | None = None,
     ) -> Job:
         """Return the job of a command whose folder is ``name``; --out and what jobs have in common is added."""
         words = [command, *map(str, options), "--out", str(self.folder(name))]
@@ -90,7 +114,7 @@ class JobPlan:
         if command not in WITHOUT_DATA:
             words += ["--device", self.device]
             words += [] if self.data is None else ["--data", str(self.data)]
-        return Job(name, tuple(words), self.folder(name) / result, minutes, stage)
+        return Job(name, tuple(words), self.folder(name) / result, minutes, stage, data)
 
 
 def read_records(jobs: list[Job], prefix: str) -> list[dict[str, Any]]:

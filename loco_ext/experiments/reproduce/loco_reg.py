@@ -81,8 +81,8 @@ SCALES = {
         (1.5,),
         ("--preset", "quick", "--epochs", "4"),
         {SIMPLE: 1.0},
-        "Cut down by the preset cpu: ten paired seeds of a small CNN for 4 epochs, c = 1.5, beside the paper's VGG13 "
-        "after 250. Other networks, data sets, values of c and the kernels of 5x5 are not reproduced.",
+        "Cut down by the preset cpu: ten paired seeds of a small CNN on {images} for 4 epochs, c = 1.5, beside the "
+        "paper's VGG13 after 250. Other networks, data sets, values of c and the kernels of 5x5 are not reproduced.",
     ),
     "paper": Scale(
         ("cifar10", "cifar100", "fashion-mnist"),
@@ -166,7 +166,8 @@ def page(plan: JobPlan) -> Page:
     data = (SCALES[plan.preset].data or (plan.images,))[0]
     trained = plan.folder(f"{PAPER}/{data}-{SIMPLE}/uniform-0/model.safetensors")
     figures = loco_reg_figures.save(trained, data, plan.data, plan.folder(PAPER))
-    return Page("LOCO-REG (Schneider 2022)", SCALES[plan.preset].means, tables, figures)
+    means = SCALES[plan.preset].means.format(images=plan.training_images(50_000))
+    return Page("LOCO-REG (Schneider 2022)", means, tables, figures)
 
 
 def _networks() -> Table:

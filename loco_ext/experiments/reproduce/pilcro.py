@@ -50,8 +50,8 @@ SCALES = {
         2,
         ("--preset", "short", "--samples", "4000", "--epochs", "6", "--batch-size", "32", *_measured(400)),
         1.5,
-        "Cut down by the preset cpu: the small CNN on 4,000 images of CIFAR-10 for 6 epochs, two seeds, alpha 10 and "
-        "0.1, beside the paper's ResNet-50 on CIFAR-100 after 200 epochs with alpha 10 and 1.",
+        "Cut down by the preset cpu: the small CNN on {images} for 6 epochs, two seeds, alpha 10 and 0.1, beside the "
+        "paper's ResNet-50 on CIFAR-100 after 200 epochs with alpha 10 and 1.",
     ),
     "paper": Scale(
         {arm: arm for arm in PRESETS["paper"][1]["arms"]},
@@ -66,13 +66,15 @@ SCALES = {
 def jobs(plan: JobPlan) -> list[Job]:
     """Return a job for each seed, arm and way to crop."""
     scale, found = SCALES[plan.preset], []
-    data = () if plan.preset == "paper" else ("--dataset", plan.images)
-    for crops, words in CROPS.items():
+    data = None if plan.preset == "paper" else plan.images
+    words = () if data is None else ("--dataset", data)
+    for crops, cropped in CROPS.items():
         for seed in range(scale.seeds):
             for arm in scale.arms:
                 name = f"{PAPER}/{crops}/{Arm.parse(arm).folder}-{seed}"
-                options = (*scale.options, *data, *words, "--arms", arm, "--seed", str(seed), "--seeds", "1")
-                found.append(plan.job(name, "landscapes", *options, result="landscapes.json", minutes=scale.minutes))
+                options = (*scale.options, *words, *cropped, "--arms", arm, "--seed", str(seed), "--seeds", "1")
+                about: dict[str, Any] = {"result": "landscapes.json", "minutes": scale.minutes, "data": data}
+                found.append(plan.job(name, "landscapes", *options, **about))
     return found
 
 
@@ -88,7 +90,7 @@ def page(plan: JobPlan) -> Page:
             figures[f"{crops}: {what}"] = out / f"{what}.png"
     tables = [_accuracies(plan, records), _robustness(plan, records), _imagenet()]
     title = "PILCRO (Moens, Yu, Salimi-Khorshidi 2020)"
-    return Page(title, SCALES[plan.preset].means, tables, figures)
+    return Page(title, SCALES[plan.preset].means.format(images=plan.training_images(4000)), tables, figures)
 
 
 def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:

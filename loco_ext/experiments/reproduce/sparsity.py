@@ -65,8 +65,8 @@ SCALES = {
         ("--samples", "5000", "--epochs", "15", "--lr", "0.1", "--taus", "0.001,0.01,0.1"),
         (1e-4, 3),
         1.5,
-        "Cut down by the preset cpu: ResNet-8 and its plain twin instead of networks of 20 layers, 5,000 images of "
-        "CIFAR-10, 15 epochs, three strengths.",
+        "Cut down by the preset cpu: ResNet-8 and its plain twin instead of networks of 20 layers, {images}, 15 "
+        "epochs, three strengths.",
     ),
     "paper": Scale(
         tuple(ROWS),
@@ -95,7 +95,8 @@ def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: flo
     name = f"{PAPER}/{network}/{penalty}-{variant}/alpha-{strength:.3g}"
     words = ["--model", network, "--dataset", plan.images, "--penalty", penalty, "--strengths", repr(strength)]
     words += [*SCRATCH, *scale.options, *options]
-    return plan.job(name, "frontier", *words, result="frontier.json", minutes=scale.minutes)
+    about: dict[str, Any] = {"result": "frontier.json", "minutes": scale.minutes, "data": plan.images}
+    return plan.job(name, "frontier", *words, **about)
 
 
 def _complexity(plan: JobPlan) -> list[Job]:
@@ -104,11 +105,10 @@ def _complexity(plan: JobPlan) -> list[Job]:
     name, (strength, epochs) = f"{PAPER}/{scale.networks[0]}/complexity", scale.complexity
     words = ["--preset", "quick", "--model", scale.networks[0], "--dataset", plan.images, "--penalty", "complexity"]
     words += ["--strength", repr(strength), "--epochs", str(epochs)]
-    training = plan.job(f"{name}/run", "train", *words, result="model.safetensors", minutes=scale.minutes)
-    compaction = plan.job(
-        f"{name}/compact", "compact", training.folder, "--cost", "macs", result="report.json", minutes=0.1, stage=2
-    )
-    return [training, compaction]
+    about: dict[str, Any] = {"result": "model.safetensors", "minutes": scale.minutes, "data": plan.images}
+    training = plan.job(f"{name}/run", "train", *words, **about)
+    about = {"result": "report.json", "minutes": 0.1, "stage": 2, "data": plan.images}
+    return [training, plan.job(f"{name}/compact", "compact", training.folder, "--cost", "macs", **about)]
 
 
 def page(plan: JobPlan) -> Page:
@@ -142,7 +142,8 @@ def page(plan: JobPlan) -> Page:
         sparsity_filters.save(next(found for found in networks.values() if found), pictures)
     drawn["Kernels of the first layer, by strength"] = pictures
     tables = [_architectures(), _points(points), _eq34(plan), _correlations(networks)]
-    return Page("Structured sparsity (anonymous draft)", scale.means, tables, drawn)
+    means = scale.means.format(images=plan.training_images(5000))
+    return Page("Structured sparsity (anonymous draft)", means, tables, drawn)
 
 
 def _merged(plan: JobPlan, family: str) -> dict[str, Any] | None:
