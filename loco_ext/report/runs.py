@@ -39,7 +39,7 @@ class Run:
 
     Args:
         folder: its folder.
-        settings: the settings of its training and its own, by name, as JSON has them.
+        settings: the settings of its training and its own, by name, as JSON has them, and the digest of its data.
         metrics: its results in a few numbers; None where one is not finite or was not measured.
         content: what its main file holds.
         versions: versions of what its numbers depend on; empty where they are not recorded.
@@ -188,7 +188,8 @@ def _train(folder: Path) -> Run:
     device = processes["device"] + (f" x {processes['count']}" if processes["count"] > 1 else "")
     names = ("test_accuracy", "test_loss", "train_accuracy", "train_loss")
     metrics = {"epochs": len(epochs)} | {name: epochs[-1][name] for name in names}
-    return Run(folder, record["settings"], metrics, record, record["versions"], device, _seconds(epochs), epochs)
+    settings = {**record["settings"], "data_digest": record["dataset"].get("digest")}
+    return Run(folder, settings, metrics, record, record["versions"], device, _seconds(epochs), epochs)
 
 
 def _shrink(folder: Path) -> Run:
@@ -197,7 +198,7 @@ def _shrink(folder: Path) -> Run:
     before = read_json(folder / "start" / "manifest.json")["content"]["report"]
     metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
     metrics.pop("latency_before", None)  # it is the latency of the small network before compaction
-    settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
+    settings = training.settings | shrinking | {"learning_rate": training.settings["learning_rate"]}
     return replace(training, folder=folder, settings=settings, metrics=metrics, content=compacted.content)
 
 
@@ -228,7 +229,7 @@ def _experiment(name: str, metrics: Callable[[Record], dict[str, Any]]) -> _Kind
     def read(folder: Path) -> Run:
         record = read_json(folder / f"{name}.json")
         settings = {key: value for key, value in record["settings"].items() if key != "training"}
-        settings = record["settings"].get("training", {}) | settings
+        settings = record["settings"].get("training", {}) | settings | {"data_digest": record.get("digest")}
         parts = [_seconds(_read_epochs(path)) for path in sorted(folder.rglob("metrics.jsonl"))]
         seconds = sum(parts) if parts else None
         return Run(folder, settings, metrics(record), record, record["versions"], record["device"], seconds)

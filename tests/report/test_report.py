@@ -19,8 +19,8 @@ from loco_ext.cli import main
 from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
 from loco_ext.report import content
 from loco_ext.report.page import MARK
-from loco_ext.report.runs import Run
-from loco_ext.report.training import filters
+from loco_ext.report.runs import Run, find
+from loco_ext.report.training import filters, learning_curves
 from loco_ext.version import commit
 
 DIGITS = "--dataset digits --epochs 1"
@@ -37,7 +37,7 @@ RUNS = {
     "landscapes": f"landscapes --preset short --model small {DIGITS} --samples 50 --batch-size 25 --seeds 2 "
     "--arms plain,noise:0.3 --landscape-images 10 --corrupted-images 0 --ablated-images 0 --resampled-inputs 0",
     "regions": "regions --epochs 1 --units 8 --layers 1 --strengths 0.5 --hinges 1 --probes 1 --seeds 1 --samples 50",
-    "shrink": "shrink seed0 --macs 0.5 --epochs 1 --importance norm",
+    "shrink": "shrink seed0 --macs 0.5 --epochs 1 --importance norm --granularity filters",
 }
 
 
@@ -212,8 +212,11 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     assert main(["report", *folders, "--out", str(tmp_path / "report.html"), "--json"]) == 0
     shrink, regions = map(json.loads, capsys.readouterr().out.splitlines())
     assert (shrink["command"], regions["command"]) == ("shrink", "regions")
-    assert regions["settings"] == read(runs, "regions/settings.json")["settings"]
-    assert shrink["settings"]["macs"] == 0.5
+    record = read(runs, "regions/settings.json")
+    assert regions["settings"] == record["settings"] | {"data_digest": record["digest"]}
+    own = {"macs": 0.5, "granularity": "filters", "batch_size": 64, "learning_rate": 0.025, "epochs": 1}
+    digest = read(runs, "shrink/training/settings.json")["dataset"]["digest"]
+    assert shrink["settings"].items() >= (own | {"weight_decay": 0.001, "data_digest": digest}).items()
     assert shrink["metrics"]["test_accuracy"] == read(runs, "shrink/report.json")["accuracy_after"]
     assert shrink["seconds"] == metrics(runs, "shrink/training")[0]["seconds"]
     assert shrink["versions"] == regions["versions"] == read(runs, "seed0/settings.json")["versions"]
@@ -221,10 +224,24 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     assert shrink.keys() == {"folder", "command", "settings", "commit", "versions", "device", "seconds", "metrics"}
 
 
+def test_runs_on_other_data_are_no_seeds_of_one_setting(runs, tmp_path):
+    for name in ("seed0", "seed1"):
+        shutil.copytree(runs / name, tmp_path / name)
+    record = read(tmp_path, "seed1/settings.json")
+    record["dataset"]["digest"] = "0123456789ab"
+    (tmp_path / "seed1" / "settings.json").write_text(json.dumps(record))
+    accuracy, _ = learning_curves(find([tmp_path])[0]).plots
+    assert not [name for name in accuracy.tables[0].headers if "mean of" in name]
+    assert [name for name in accuracy.tables[0].headers if "data_digest 0123456789ab" in name]
+
+
 DAMAGES = {
     "frontier.json": ("{", "frontier.json: expected JSON"),
     "efcn.json": ('{"settings": {}}', "expected the files of loco-ext efcn (KeyError: "),
-    "settings.json": ('{"settings": 3, "processes": {"device": "cpu", "count": 1}, "versions": {}}', "settings and"),
+    "settings.json": (
+        '{"settings": {}, "dataset": {}, "processes": {"device": "cpu", "count": 1}, "versions": 3}',
+        "settings and",
+    ),
     "metrics.jsonl": ("", "metrics.jsonl: expected at least one epoch"),
     "model.safetensors": ("weights", "model.safetensors: "),
     "regions.json": (None, "expected a run that is finished"),
