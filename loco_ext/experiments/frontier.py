@@ -94,7 +94,7 @@ class FrontierSettings:
             parser=separated(float),
             metavar="NUMBERS",
             show_default="chosen by --points and --span",
-            help="Strengths of the penalty, separated by commas.",
+            help="Strengths of the penalty, separated by commas. The method subgradient needs them.",
         ),
     ] = None
     path: Annotated[
@@ -143,6 +143,8 @@ class FrontierSettings:
             raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
         if self.training.penalty == "complexity":  # a path begins where nothing is left; this penalty never gets there
             raise SettingsError("penalty: expected rings or kernels, got complexity")
+        if self.method == "subgradient" and self.strengths is None:  # the search for the largest needs exact zeros
+            raise SettingsError("strengths: expected numbers with the method subgradient, got none")
         for width in self.used_widths:
             self.dense(width)
 
@@ -174,7 +176,7 @@ def _penalises(settings: FrontierSettings) -> bool:
 
 
 def _chooses_strengths(settings: FrontierSettings) -> bool:
-    return _penalises(settings) and settings.strengths is None
+    return settings.method == "prox" and settings.strengths is None
 
 
 def _trains_first(settings: FrontierSettings) -> bool:
@@ -199,7 +201,7 @@ EFFECTS: Effects = {
     **{name: (_of_training(has_effect), needed) for name, (has_effect, needed) in TRAINING_EFFECTS.items()},
     **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (_penalises, _WITH_PENALTY)),
     **dict.fromkeys(("learning_rate", "optimizer"), (_trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")),
-    **dict.fromkeys(("points", "span"), (_chooses_strengths, f"{_WITH_PENALTY} and without --strengths")),
+    **dict.fromkeys(("points", "span"), (_chooses_strengths, "--method prox and without --strengths")),
     "dense_learning_rate": (_trains_first, "at least 1 in --dense-epochs"),
     "momentum": (_uses_sgd, "--optimizer sgd or a first training (--dense-epochs)"),
     "taus": (lambda settings: settings.method == "subgradient", "--method subgradient"),
@@ -218,6 +220,7 @@ def measure(
     Raises:
         SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
             ``resume``, any experiment; files in it cannot be read.
+        DivergedError: the loss of a training is not finite; its last good epoch is left.
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
@@ -253,7 +256,7 @@ class _Path:
             except ValueError as error:
                 raise SettingsError(f"batch_norm: expected scaled or live for this model; {error}") from error
         if settings.dense_epochs:
-            run.run(dense, self.data, self.out / f"dense-{self.width:g}", self.processes, resume=True, model=model)
+            self.run(dense, self.out / f"dense-{self.width:g}", model)
         if settings.batch_norm == "folded":
             fold(model)
         penalised = settings.method != "width"
@@ -276,7 +279,8 @@ class _Path:
                 folder=self.out / f"path-{self.width:g}",
             )
         except ValueError as error:
-            raise SettingsError(str(error)) from error
+            # The argument's name is that of the command's folder of data.
+            raise SettingsError(str(error).removeprefix("folder: ")) from error
 
     def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
         """Train a point; for the method "width" there is nothing to train."""
@@ -291,7 +295,10 @@ class _Path:
         """Train in a folder named after the start weights, which also give the seed, so that augmentations differ."""
         start = digest(model)
         folder, seed = self.out / "runs" / f"{start}-{name}", int(start[:8], 16)
-        run.run(replace(setting, seed=seed), self.data, folder, self.processes, resume=True, model=model)
+        self.run(replace(setting, seed=seed), folder, model)
+
+    def run(self, setting: Settings, folder: Path, model: nn.Module) -> None:
+        run.run(setting, self.data, folder, self.processes, resume=True, model=model, finite=True)
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the loss on the first training samples, without augmentation, in evaluation mode."""

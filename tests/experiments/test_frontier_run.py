@@ -1,6 +1,7 @@
 """``loco-ext frontier`` and training with a penalty: options, written files, and resuming."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import matplotlib.image
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from loco_ext import sparsity
+from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.cli import main
 from loco_ext.experiments import frontier
 from loco_ext.experiments.loader import Loader, Normalization
@@ -267,6 +269,19 @@ def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert "holds an experiment already" in said
     assert "of another experiment" in said
     assert (tmp_path / "frontier.json").read_bytes() == before
+    point = tmp_path / "path-0.25" / "point-00.pt"
+    save_checkpoint(point, {name: value * math.nan for name, value in load_checkpoint(point).items()})
+    assert main(["frontier", *TINY, *options, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {point} does not hold this model's weights: NaN or infinity in ")
+
+
+def test_a_frontier_whose_training_diverges_is_an_error(tmp_path, capsys):
+    options = ["frontier", *BASE, *OF_POINTS, "--strengths", "0.1", "--dense-epochs"]
+    for name, rates in (("dense", ["1", "--dense-lr", "1e30"]), ("point", ["0", "--lr", "1e30"])):
+        assert main([*options, *rates, "--out", str(tmp_path / name)]) == 1
+        assert "the run has diverged, the loss of epoch 1 is not finite" in capsys.readouterr().err
+        assert not list(tmp_path.rglob("point-00.pt"))
 
 
 def test_points_start_from_the_initial_weights_without_a_dense_training(tmp_path):
@@ -284,7 +299,7 @@ def test_points_start_from_the_initial_weights_without_a_dense_training(tmp_path
 
 def test_settings_say_what_is_trained():
     training = quick(penalty="rings", epochs=3, learning_rate=0.02)
-    whole = frontier.FrontierSettings(training, method="subgradient", dense_epochs=7)
+    whole = frontier.FrontierSettings(training, method="subgradient", strengths=(0.3,), dense_epochs=7)
     dense, point = whole.dense(1.0), whole.point(1.0, 0.3)
     assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)
     assert (point.epochs, point.learning_rate, point.penalty, point.strength) == (3, 0.02, "rings", 0.3)
