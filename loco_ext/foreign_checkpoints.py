@@ -89,4 +89,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
 
 def _line(error: BaseException) -> str:
+    """Return the reason; torch's own texts tell how to run code from the file."""
+    if "weights_only" in str(error):
+        return "it is of another kind, or has other objects than tensors in it"
     return getattr(error, "strerror", None) or first_line(error)

@@ -79,7 +79,7 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
     Args:
         name: "digits", one of "cifar10", "cifar100", "fashion-mnist", see :mod:`loco_ext.experiments.files`, or
             "folder", see :func:`loco_ext.experiments.image_folder.image_folder`.
-        folder: where its files are; "digits" needs none.
+        folder: where its files are; "digits" needs none, and leaves one that is there alone.
         image_size: height and width to resize the images of "folder" to; None means IMAGE_SIZE.
 
     Raises:
@@ -88,6 +88,8 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
     if name not in DATA:
         raise DataError(f"data: expected one of {', '.join(DATA)}, got {name!r}")
     if name == "digits":
+        if folder is not None and not folder.is_dir():
+            raise DataError(f"folder: expected none for digits, or a folder, got {str(folder)!r}")
         return Dataset(name, *digits(), classes=CLASSES[name], augmented=False)
     if folder is None:
         raise DataError(f"folder: expected the folder that holds the files of the data set {name}, got none")

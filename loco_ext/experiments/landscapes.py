@@ -30,6 +30,7 @@ from loco_ext.analysis import (
     permutation_importance,
 )
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
+from loco_ext.checkpoints import save_weights
 from loco_ext.experiments import landscapes_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
@@ -111,6 +112,8 @@ class _Experiment:
         except run.DivergedError as error:  # the other networks are still worth their training
             note(str(error))
             return record | {"diverged": True}
+        if trained is not network:  # other commands read the weights by the network's own names
+            save_weights(folder / run.WEIGHTS, network.state_dict())
         record["test_accuracies"] = [epoch.test_accuracy for epoch in history]
         record["train_loss"] = history[-1].train_loss
         for name, what in self.measurements(network).items():

@@ -149,7 +149,7 @@ def load(settings: RegionsSettings, folder: Path | None) -> Dataset:
         DataError: there is no folder, or a file is missing, truncated or corrupted.
     """
     if settings.data == "digits":
-        return data.load("digits", None)
+        return data.load("digits", folder)
     if folder is None:
         raise files.DataError("folder: expected the folder that holds MNIST's idx files, got none")
     return Dataset("mnist", *files.mnist(folder), classes=CLASSES["digits"], augmented=False)
@@ -189,8 +189,22 @@ def _network(
     settings: RegionsSettings, samples: Dataset, arm: tuple[float, float, str] | None, seed: int, out: Path, device: Any
 ) -> Record:
     """Train and measure one network, or read what was measured."""
-    name = "vanilla" if arm is None else "roll-{:g}-{:g}-{}".format(*arm)
-    return remembered(out / f"{name}-{seed}.json", lambda: _measured(settings, samples, arm, seed, name, device))
+    name = "vanilla" if arm is None else f"roll-{_exact(arm[0])}-{_exact(arm[1])}-{arm[2]}"
+    path = out / f"{name}-{seed}.json"
+    found = remembered(path, lambda: _measured(settings, samples, arm, seed, name, device))
+    if not isinstance(found, dict) or (found.get("name"), found.get("seed")) != (name, seed):
+        raise SettingsError(f"{path}: expected the record of {name}, seed {seed}; remove it to measure anew")
+    return found
+
+
+def _exact(value: float) -> str:
+    """Return a short text from which ``float`` makes the same number.
+
+    >>> _exact(1.0), _exact(1e6), _exact(0.12345678)
+    ('1', '1e+06', '0.12345678')
+    """
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 def _measured(

@@ -180,6 +180,7 @@ def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, c
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert said in captured.err
+    assert "weights_only" not in captured.err  # torch's advice to run code from the file
     assert not (tmp_path / "out").exists()
 
 

@@ -52,6 +52,10 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch
     assert main([*arguments, "--resume"]) == 0
     assert lost.read_text() == content
     assert "*" in capsys.readouterr().out
+    for damaged in ("[]", content.replace("100", "50")):
+        lost.write_text(damaged)
+        assert main([*arguments, "--resume"]) == 2
+        assert "roll-0.5-1-100-1.json: expected the record of roll-0.5-1-100, seed 1" in capsys.readouterr().err
     digits = data.digits()
     monkeypatch.setattr(data, "digits", lambda: [Samples(1 - part.images, part.labels) for part in digits])
     assert main([*arguments, "--resume"]) == 2
@@ -85,6 +89,15 @@ def test_an_infinite_median_is_no_ratio():
     assert arms[1]["accuracy"]["mean"] == 0.5
     assert regions.best(arms)["name"] == "vanilla"
     assert [cells[-1] for cells in regions.rows({"arms": arms})[1]] == ["1.0", ""]
+
+
+def test_networks_of_strengths_that_are_nearly_the_same_have_files_of_their_own(tmp_path, monkeypatch):
+    measured = lambda settings, samples, arm, seed, name, device: {"name": name, "seed": seed, "strength": arm[0]}  # noqa: E731
+    monkeypatch.setattr(regions, "_measured", measured)
+    for strength in (0.5, 0.5000001):
+        record = regions._network(None, None, (strength, 1.0, "100"), 0, tmp_path, None)
+        assert record["strength"] == strength
+    assert {path.name for path in tmp_path.iterdir()} == {"roll-0.5-1-100-0.json", "roll-0.5000001-1-100-0.json"}
 
 
 def test_radii_are_in_units_of_pixels(tmp_path):

@@ -77,7 +77,7 @@ def trained(record, out):
     setting = settings().training_of(Arm.parse(record["arm"]), record["seed"] - SEED)
     model = make_model(setting, digits(SAMPLES))
     weights = load_file(out / f"{record['arm'].replace(':', '-')}-{record['seed']}" / "model.safetensors")
-    model.load_state_dict({name.removeprefix("network."): weight for name, weight in weights.items()})
+    model.load_state_dict(weights)
     return model.eval(), setting
 
 
