@@ -1,15 +1,28 @@
-"""Folders that only one process at a time writes to."""
+"""Folders that only one process at a time writes to, and only one command."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from loco_ext.errors import UserError
 from loco_ext.output import remove_leftovers
 
 LOCK = ".lock"
+# Files of results, those that tell most about the command first.
+RESULTS = (
+    *("shrink.json", "frontier.json", "efcn.json", "landscapes.json", "regions.json", "demo.json", "report.json"),
+    *("manifest.json", "settings.json", "checkpoint.pt", "model.safetensors"),
+)
+
+
+def check_results(folder: Path, own: Collection[str] = ()) -> None:
+    """Raise UserError if ``folder`` has files of results that are not among ``own``, those of the calling command."""
+    for name in RESULTS:
+        if name not in own and (folder / name).exists():
+            raise UserError(f"out: expected a folder without other results, got {folder}, which has {name}")
 
 
 @contextmanager

@@ -38,12 +38,14 @@ def run(
 
     The command removes filters and rings of their taps, beginning with those that matter least to the loss for what
     they cost. Give exactly one of --macs, --parameters and --latency: 0.5 leaves half of what the network has.
-    Batch normalisations are folded at the end, as the command compact does.
+    Batch normalisations are folded at the end, as the command compact does. The training keeps the run's batch size,
+    optimizer, momentum, weight decay and its norm, --augment, --crop, --amp and seed; it has no --locality, --penalty
+    or --pilcro.
     """
     how = shrinking.Shrinking(**options)
     found = compacting.read_trained(trained, model, data)
     dataset = found.load_data(folder) or load(found.data, folder)  # the latter says which folder is missing
-    compacting.check_folder(out)
+    shrinking.check_folder(out)
     make_writable(out)
     with writing_to(out):
         with status("loco_ext.sparsity.compaction"):

@@ -7,7 +7,7 @@ model.onnx         where asked for
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
-from loco_ext.folders import owned
+from loco_ext.folders import check_results, owned
 from loco_ext.output import write_json
 
+FILES = ("report.json", "manifest.json", "model.safetensors")
 # Channels, and height = width, of the images of each data set.
 IMAGES = {"digits": (1, 8), "cifar10": (3, 32), "cifar100": (3, 32), "fashion-mnist": (1, 32)}
 
@@ -50,7 +51,7 @@ class Compacted:
 class Trained:
     """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images.
 
-    ``settings`` are those of its run; there are none of a checkpoint.
+    ``settings`` are those of its run, and ``class_names`` those of its data; there are none of a checkpoint.
     """
 
     model: nn.Module
@@ -60,19 +61,36 @@ class Trained:
     size: int
     classes: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def images(self) -> str:
+        """Shape and classes that the images of its data set must have, as text."""
+        return images_text(self.channels, self.size, self.classes, self.class_names)
 
     def load_data(self, folder: Path | None) -> Dataset | None:
         """Return its data set, or None where that needs files and ``folder`` is None.
 
         Raises:
-            DataError: files cannot be read, or the images have other classes.
+            DataError: files cannot be read, or the images have another shape or other classes.
         """
         if folder is None and self.data != "digits":
             return None
         dataset = load(self.data, folder, self.size)
-        if dataset.classes != self.classes:
-            raise DataError(f"folder: expected images of {self.classes} classes, found {dataset.classes} in {folder}")
+        found = images_text(dataset.channels, dataset.size, dataset.classes, dataset.class_names)
+        if found != self.images:
+            raise DataError(f"folder: expected {self.images}, as for the training, got {found}")
         return dataset
+
+
+def images_text(channels: int, size: int, classes: int, class_names: Sequence[str]) -> str:
+    """Return the shape and the classes of images as text; a data set of a fixed name has no names of classes.
+
+    >>> images_text(3, 32, 2, ("cat", "dog"))
+    'images of 3x32x32 in 2 classes (cat, dog)'
+    """
+    names = f" ({', '.join(class_names)})" if class_names else ""
+    return f"images of {channels}x{size}x{size} in {classes} classes{names}"
 
 
 def read_trained(path: Path, name: str | None = None, data: str | None = None, *, own: str | None = None) -> Trained:
@@ -82,17 +100,21 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
         own: the user's function whose network a run may also be of.
 
     Raises:
-        SettingsError: there is no such run, a name is unknown or missing, or the weights are of another network.
+        SettingsError: there is no such run, a name is unknown or missing, the run had another data set than ``data``,
+            or the weights are of another network.
         CheckpointError: the file holds no weights.
     """
     settings: Mapping[str, Any] = {}
     images: tuple[int, int, int] | None = None
+    class_names: tuple[str, ...] = ()
     if path.is_dir():
-        settings, images = _recorded(path / "settings.json")
+        settings, images, class_names = _recorded(path / "settings.json")
         recorded = settings.get("model")
         if name is None and isinstance(recorded, str) and is_own(recorded) and recorded != own:
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
-        name, data = name or recorded, data or settings.get("data")
+        if data not in (None, settings.get("data")):
+            raise SettingsError(f"data: expected {settings.get('data')}, as for the training, got {data}")
+        name, data = name or recorded, settings.get("data")
         path = path / "model.safetensors"
     elif not path.exists():
         raise SettingsError(f"{path}: expected the folder of a run or a checkpoint, found neither")
@@ -110,7 +132,7 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
     width = {"width": settings["width"]} if kind.scalable and "width" in settings else {}
     model = kind.make(channels, classes, size, **width)
     load_weights(model, path)
-    return Trained(model.eval(), name, data, channels, size, classes, settings)
+    return Trained(model.eval(), name, data, channels, size, classes, settings, class_names)
 
 
 def compact(
@@ -149,9 +171,8 @@ def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:
 
 
 def check_folder(out: Path) -> None:
-    """Raise SettingsError if ``out`` is the folder of a training, whose weights would be replaced."""
-    if (out / "settings.json").exists():
-        raise SettingsError(f"out: expected a folder without a training, got {out}")
+    """Raise UserError if ``out`` has results of something else than compaction, which would be replaced."""
+    check_results(out, FILES if (out / "report.json").exists() else ())
 
 
 def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> None:
@@ -171,13 +192,14 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
         write_json(out / "report.json", facts | compacted.to_dict())
 
 
-def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int]]:
-    """Return the settings of a run, and channels, size and classes of its images."""
+def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], tuple[str, ...]]:
+    """Return the settings of a run, channels, size and classes of its images, and the names of the classes."""
     try:
         record = json.loads(path.read_text())
         channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))
-        return {**record["settings"]}, (channels, size, classes)
+        class_names = tuple(map(str, record["dataset"].get("class_names", ())))
+        return {**record["settings"]}, (channels, size, classes), class_names
     except FileNotFoundError:
         raise SettingsError(f"{path.parent}: expected the folder of a run, found no settings.json in it") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{path}: expected the settings of a run") from error

@@ -14,6 +14,7 @@ from torch import Tensor
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
+from loco_ext.folders import check_results
 from loco_ext.output import json_text, write_json
 from loco_ext.version import __version__, commit
 
@@ -27,6 +28,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
 
     Raises:
         SettingsError: ``out`` holds another experiment or, without ``resume``, any.
+        UserError: ``out`` has results of something else.
     """
     path = out / "settings.json"
     record = {
@@ -43,6 +45,8 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
             raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
         if _without_commit(read(path)) != _without_commit(json.loads(json_text(record))):
             raise SettingsError(f"{path}: of another experiment; resume it with its own settings and data")
+    else:
+        check_results(out)
     write_json(path, record)
     return record
 

@@ -32,11 +32,12 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
-from loco_ext.folders import owned
+from loco_ext.folders import check_results, owned
 from loco_ext.output import json_text, replacing, write_json
 from loco_ext.sparsity import zero_dead_filters
 
 CHECKPOINT = "checkpoint.pt"
+WEIGHTS = "model.safetensors"
 
 
 class DivergedError(UserError, RuntimeError):
@@ -88,9 +89,11 @@ def run(
         SettingsError: settings do not fit the data or the model; ``out`` has a run already and ``resume`` is false; the
             checkpoint is damaged, has other settings (more epochs are allowed) or other data, or diverged before its
             last epoch.
+        UserError: ``out`` has results of something else.
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.check_data(data, processes.count)
+    check_results(out, ("settings.json", CHECKPOINT, WEIGHTS) if _has_run(out) else ())
     taught = _taught(settings, teacher, processes)
     keep_freed_memory()
     model = (make_model(settings, data) if model is None else model).to(processes.device)
@@ -120,7 +123,7 @@ def run(
             zero_dead_filters(model)
         if processes.first:
             _write_metrics(out, history)
-            save_weights(out / "model.safetensors", model.state_dict())
+            save_weights(out / WEIGHTS, model.state_dict())
     return history
 
 
@@ -149,6 +152,14 @@ def recorded_milestones(out: Path) -> tuple[int, ...] | None:
         return None
 
 
+def _has_run(out: Path) -> bool:
+    """Return whether ``out`` has a checkpoint, or the settings of a training, which alone have its processes."""
+    try:
+        return (out / CHECKPOINT).exists() or "processes" in json.loads((out / "settings.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _begin(
     out: Path,
     settings: Settings,
@@ -160,7 +171,7 @@ def _begin(
 ) -> list[Epoch]:
     """Record the settings, restore the states of the parts, and return the completed epochs."""
     path = out / CHECKPOINT
-    if path.exists() and not resume:
+    if not resume and (path.exists() or (out / WEIGHTS).exists()):
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     history = _restore(path, settings, facts, parts) if path.exists() else []
     if processes.first:

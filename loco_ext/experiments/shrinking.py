@@ -6,7 +6,6 @@ training/          the run that trains it on, see loco_ext.experiments.run
 model.safetensors, manifest.json, report.json, model.onnx      as of loco_ext.experiments.compacting
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 from typer import Option
 
 from loco_ext import sparsity
+from loco_ext.errors import first_line
 from loco_ext.experiments import compacting, run
 from loco_ext.experiments.compacting import Compacted, Trained
 from loco_ext.experiments.data import FOLDER, Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import read
 from loco_ext.experiments.settings import (
     BUDGETS,
     Settings,
@@ -33,16 +34,27 @@ from loco_ext.experiments.settings import (
     from_preset,
     set_rounding,
 )
-from loco_ext.experiments.train import evaluate
-from loco_ext.folders import owned
+from loco_ext.experiments.train import check_rounding, evaluate
+from loco_ext.folders import check_results, owned
 from loco_ext.option_parsers import MOST
-from loco_ext.output import print_table, write_json
+from loco_ext.output import print_table, remove_leftovers, write_json
 from loco_ext.sparsity.budget.distillation import TEMPERATURE
 
 SAMPLES = 2048  # training samples whose gradients tell the importance of filters
 RATE_SHARE = 0.5  # learning rate of the first epoch, as a share of the training's before
 # Settings of the run before that training on takes over.
-KEPT = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "norm", "augment", "seed", "amp")
+KEPT = (
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "momentum",
+    "weight_decay",
+    "norm",
+    "augment",
+    "crop",
+    "seed",
+    "amp",
+)
 
 
 @dataclass(frozen=True)
@@ -179,28 +191,30 @@ def shrink(
 
     Raises:
         SettingsError: the budget cannot be met; ``out`` holds a network already and ``resume`` is false, or another
-            one than was asked for.
+            one than was asked for; files in it cannot be read.
+        DivergedError: the loss of training on is not finite; its last good epoch is left.
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     processes, setting = Processes(torch.device(device)), _settings(trained, how)
     record = {"shrinking": asdict(how), "weights": digest(trained.model)}
-    before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
     with owned(out):
         path = out / "shrink.json"
         if path.exists() and not resume:
             raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
         if not path.exists():
+            remove_leftovers(out / "start")
             network, report = _smaller(trained, how, dataset, setting, processes)
             sparsity.save(network, out / "start", report)
             write_json(path, record)
         else:
-            _check_same(json.loads(path.read_text()), record, path)
-    network = sparsity.load(out / "start").to(processes.device)
+            _check_same(read(path), record, path)
+    network = _load(out / "start").to(processes.device)
+    before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
     test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
     _, untrained = evaluate(network, test, normalization, processes)
     teacher = None if how.distillation is None else trained.model
     setting = replace(setting, weights=digest(network), teacher=None if teacher is None else digest(teacher))
-    options: dict[str, Any] = {"model": network, "teacher": teacher, "label": "training on"}
+    options: dict[str, Any] = {"model": network, "teacher": teacher, "label": "training on", "finite": True}
     run.run(setting, dataset, out / "training", processes, resume=True, **options)
     after = compacting.compact(
         replace(trained, model=network.eval()), batch_size=how.batch_size, dataset=dataset, device=device
@@ -208,11 +222,27 @@ def shrink(
     return Shrunk(before, after, untrained)
 
 
-def _check_same(recorded: dict[str, Any], record: dict[str, Any], path: Path) -> None:
+def check_folder(out: Path) -> None:
+    """Raise UserError if ``out`` has results of something else than shrinking, which would be replaced."""
+    check_results(out, ("shrink.json", *compacting.FILES) if (out / "shrink.json").exists() else ())
+
+
+def _load(folder: Path) -> nn.Module:
+    """Return the network that is to be trained on, or raise SettingsError."""
+    try:
+        return sparsity.load(folder)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _check_same(recorded: Any, record: dict[str, Any], path: Path) -> None:
     """Raise SettingsError where the record of a run to resume differs; options that it lacks had their defaults."""
-    before, now = asdict(Shrinking(**recorded["shrinking"])), record["shrinking"]
-    others = [name for name, value in now.items() if before[name] != value]
-    if others or recorded["weights"] != record["weights"]:
+    try:
+        before, weights = asdict(Shrinking(**recorded["shrinking"])), recorded["weights"]
+    except (KeyError, TypeError, SettingsError) as error:
+        raise SettingsError(f"{path}: expected the record of a run to resume ({first_line(error)})") from error
+    others = [name for name, value in record["shrinking"].items() if before[name] != value]
+    if others or weights != record["weights"]:
         raise SettingsError(
             f"{path}: expected the options and the network of the run to resume, got another "
             f"{', '.join(others) or 'network'}"
@@ -234,6 +264,7 @@ def _smaller(
     trained: Trained, how: Shrinking, dataset: Dataset, setting: Settings, processes: Processes
 ) -> tuple[nn.Module, sparsity.Report]:
     """Return the smaller network, which has batch norms, and its report."""
+    check_rounding(how.round_to, trained.model)
     normalization = Normalization(dataset.train)
     generator = torch.Generator().manual_seed(setting.seed)
     chosen = torch.randperm(len(dataset.train.labels), generator=generator)[:SAMPLES].split(setting.batch_size)

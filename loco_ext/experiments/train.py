@@ -120,11 +120,12 @@ def make_budget(
     """Return the budget that makes the network smaller while it trains, or None if there is none.
 
     Raises:
-        SettingsError: the model cannot be made as small.
+        SettingsError: the model cannot be made as small, or has no layer of ``round_to`` channels.
     """
     chosen = budget_of(settings)
     if chosen is None:
         return None
+    check_rounding(settings.round_to, model)
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
@@ -134,6 +135,13 @@ def make_budget(
         return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def check_rounding(round_to: int | None, model: nn.Module) -> None:
+    """Raise SettingsError if no layer has as many channels, so that all numbers of channels would stay."""
+    widest = max((weight.shape[0] for weight in model.parameters() if weight.dim() > 1), default=1)
+    if round_to is not None and round_to > widest:
+        raise SettingsError(f"round_to: expected at most {widest}, the channels of the widest layer, got {round_to}")
 
 
 def make_pilcro(settings: Settings, data: Dataset, normalization: Normalization) -> PILCRO | None:

@@ -24,6 +24,7 @@ CASES = {
         "train-everything": "No such command 'train-everything'",
         "train": "Missing option '--",
         "info --out x": "No such option: --out",
+        "shrink other --dataset cifar10 --macs 0.5": "--dataset: expected digits, as for the training, got cifar10",
     },
     tuple(DEMO): {
         "--speed 9": "No such option: --speed",
@@ -62,6 +63,11 @@ CASES = {
         "--locality 1,2,3,4": "--locality: ",
         "--locality 1,-2": "--locality: ",
         "--device cuda:99": "--device: expected a device that torch can use here",
+        "--locality layers.json": "--locality: layers.json: per_layer: expected names of convolutions",
+        "--macs 0.5 --round-to 65": "--round-to: expected at most 64, the channels of the widest layer, got 65",
+        "--data nowhere": "--data: expected none for digits, or a folder, got 'nowhere'",
+        "--weights w/model.safetensors --out w": "--out: expected a folder without other results, got w, which has mod",
+        "--out regions": "--out: expected a folder without other results, got regions, which has settings.json",
         "--model vgg13": "vgg13 needs images of at least 32x32",
         "--dataset cifar10": "--data: expected the folder that holds the files of the data set cifar10",
         "--dataset cifar10 --data nowhere": "nowhere: expected data_batch_1.bin",
@@ -108,11 +114,12 @@ CASES = {
         "--method width --strengths 1": "--strengths: expected it only with --method prox or subgradient",
         "--method width --refit-epochs 0 --lr 0.1": "--lr: expected it only with --method prox or subgradient, or with",
         "--method width --width 0.5": "--width: expected it only with --method prox or subgradient, got 0.5",
-        "--strengths 1,2 --points 3": "--points: expected it only with --method prox or subgradient and without",
+        "--strengths 1,2 --points 3": "--points: expected it only with --method prox and without --strengths",
         "--dense-epochs 0 --optimizer adam --momentum 0.5": "--momentum: expected it only with --optimizer sgd or a",
         "--dense-epochs 0 --dense-lr 0.2": "--dense-lr: expected it only with at least 1 in --dense-epochs, got 0.2",
         "--method width --weighting scaled": "--weighting: expected it only with --method prox or subgradient",
         "--method magic": "--method: expected",
+        "--method subgradient": "--strengths: expected numbers with the method subgradient, got none",
         "--method width --penalty rings": "--penalty: expected none with the method width",
         "--method width --widths 0": "--width: expected 1, or more than 0",
         "--path round": "--path: expected",
@@ -152,6 +159,9 @@ CASES = {
         "empty": "found no settings.json in it",
         "own": "--model: expected my_networks:make, as for the training",
         "weights.pt --model small --dataset cifar10": "weights of another network",
+        "other --dataset cifar10": "--dataset: expected digits, as for the training, got cifar10",
+        "other": "--data: expected images of 1x8x8 in 9 classes, as for the training, got images of 1x8x8 in 10",
+        "w/model.safetensors --model small --dataset digits --out w": "--out: expected a folder without other results",
         "weights.pt --model small --dataset digits --batch-size 0": "--batch-size: expected",
         "weights.pt --model small --dataset digits --cost guess": "--cost: expected one of measured, macs, got 'guess'",
     },
@@ -196,6 +206,11 @@ def test_an_error_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text(json.dumps(record))
     save_weights(tmp_path / "other" / "model.safetensors", models.small_cnn(classes=9).state_dict())
+    for name in ("w", "regions"):
+        (tmp_path / name).mkdir()
+    save_weights(tmp_path / "w" / "model.safetensors", models.small_cnn().state_dict())
+    (tmp_path / "regions" / "settings.json").write_text('{"settings": {}, "digest": "0123456789ab"}')
+    (tmp_path / "layers.json").write_text('{"locality": {"9": [1, 2]}}')
     before = sorted(tmp_path.rglob("*"))
     assert main(line) == 2
     printed = capsys.readouterr()

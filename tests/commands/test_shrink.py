@@ -1,6 +1,7 @@
 """``loco-ext shrink``: a checkpoint becomes a small network in a folder, also where it was killed and resumed."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from safetensors.torch import load_file
 
 from loco_ext import sparsity
 from loco_ext.cli import main
-from loco_ext.experiments import data, models, run, settings
+from loco_ext.experiments import compacting, data, models, run, settings, shrinking
 from loco_ext.experiments.loader import Normalization
-from tests.experiments.runs import CPU, killed_after
+from tests.experiments.runs import CPU, killed_after, quick
 
 COSTS = ("before", "before"), ("after", "before"), ("after", "after")
 
@@ -52,6 +53,61 @@ def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch
     assert right == pytest.approx(whole["after"]["accuracy_after"])
 
 
+DAMAGES = (
+    ("shrink.json", "{", "cut/shrink.json: expected JSON"),
+    ("shrink.json", "[]", "shrink.json: expected the record of a run to resume (list indices must be"),
+    ("shrink.json", '{"shrinking": {"speed": 1}}', "shrink.json: expected the record of a run to resume ("),
+    ("start/manifest.json", "{", "start/manifest.json: not a network that save has written"),
+    ("start/manifest.json", None, "start/manifest.json: cannot be read: No such file"),
+)
+
+
+def test_a_training_that_diverges_is_an_error_and_leaves_what_else_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save(models.small_cnn().state_dict(), "weights.pt")
+    network = ["weights.pt", "--model", "small", "--dataset", "digits"]
+    line = [
+        "shrink",
+        *network,
+        "--macs",
+        "0.5",
+        "--importance",
+        "norm",
+        "--epochs",
+        "1",
+        "--lr",
+        "1e30",
+        "--out",
+        "cut",
+    ]
+    line += ["--batch-size", "2"]
+    Path("cut/start").mkdir(parents=True)
+    Path("cut/start/.model.safetensors.1.part").touch()  # of a killed run
+    assert main(line) == 1
+    assert capsys.readouterr().err.startswith("loco-ext: cut/training: the run has diverged, the loss of epoch 1")
+    assert sorted(path.name for path in Path("cut").iterdir()) == [".lock", "shrink.json", "start", "training"]
+    assert sorted(path.name for path in Path("cut/start").iterdir()) == ["manifest.json", "model.safetensors"]
+    for other in (["compact", *network], ["train", *network[1:]]):
+        assert main([*other, "--out", "cut"]) == 2
+        assert "--out: expected a folder without other results, got cut, which has shrink" in capsys.readouterr().err
+    for name, text, said in DAMAGES:
+        path = Path("cut") / name
+        before = path.read_text()
+        path.unlink() if text is None else path.write_text(text)
+        assert main([*line, "--resume"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        assert said in printed
+        path.write_text(before)
+
+
+def test_training_on_augments_as_the_run_did():
+    settings = asdict(quick(crop=False, batch_size=50))
+    trained = compacting.Trained(models.small_cnn(), "small", "digits", 1, 8, 10, settings)
+    found = shrinking._settings(trained, shrinking.Shrinking(macs=0.5))
+    assert (found.crop, found.augment, found.batch_size) == (False, True, 50)
+
+
 def test_the_network_as_it_was_teaches_the_small_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -75,6 +131,8 @@ def test_a_budget_that_cannot_be_met(tmp_path, monkeypatch, capsys):
     line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--importance", "norm"]
     assert main([*line, "--macs", "1e-6", "--out", "out"]) == 2
     assert "--macs: expected at least 8." in capsys.readouterr().err
+    assert main([*line, "--macs", "0.5", "--round-to", "65", "--out", "out"]) == 2
+    assert "--round-to: expected at most 64, the channels of the widest layer" in capsys.readouterr().err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
 
 
@@ -88,5 +146,5 @@ def test_folders_that_are_wrong(tmp_path, monkeypatch, capsys):
     line = ["weights.pt", "--model", "small", "--dataset", "digits", "--out", "run"]
     for command in (["compact"], ["shrink", "--macs", "0.5"]):
         assert main([*command, *line]) == 2
-        assert "--out: expected a folder without a training, got run" in capsys.readouterr().err
+        assert "--out: expected a folder without other results, got run, which has set" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["settings.json"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from loco_ext.experiments import data
+from loco_ext.experiments import compacting, data
 from loco_ext.experiments.data import DataError
 
 
@@ -38,6 +38,15 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     assert found.train.images[:, 0, 0, 0].tolist() == [20, 30, int(pixels[0, 0, 0]), 10]
     np.testing.assert_array_equal(found.train.images[2], pixels.transpose(2, 0, 1))
     assert found.description["digest"] != data.load("folder", folder, 2).description["digest"]
+
+
+def test_a_network_is_measured_on_the_classes_that_it_was_trained_on_alone(folder):
+    trained = [
+        compacting.Trained(None, "small", "folder", 3, 4, 2, {}, names) for names in (("ant", "cat"), ("a", "b"))
+    ]
+    assert trained[0].load_data(folder).class_names == ("ant", "cat")
+    with pytest.raises(DataError, match=r"folder: expected images of 3x4x4 in 2 classes \(a, b\), as for the training"):
+        trained[1].load_data(folder)
 
 
 def test_other_images_are_resized_and_cropped_around_their_centre(folder):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from loco_ext.errors import UserError
 from loco_ext.experiments import records
 from loco_ext.experiments.records import begin
 from loco_ext.experiments.regions import RegionsSettings
@@ -14,6 +15,10 @@ from tests.experiments.runs import CPU, digits
 
 def test_experiments_go_on_with_other_commits_and_records_without_one(tmp_path, monkeypatch):
     settings, data, path = RegionsSettings(seeds=2), digits(10), tmp_path / "settings.json"
+    (tmp_path / "shrink.json").touch()
+    with pytest.raises(UserError, match=r"^out: expected a folder without other results, .* has shrink\.json"):
+        begin(tmp_path, settings, data, CPU, resume=True)
+    (tmp_path / "shrink.json").unlink()
     monkeypatch.setattr(records, "commit", lambda: "1" * 40)
     first = begin(tmp_path, settings, data, CPU, resume=False, fact=float("nan"))
     assert first["commit"] == "1" * 40
