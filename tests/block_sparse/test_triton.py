@@ -34,6 +34,7 @@ from tests.block_sparse.cases import (
     sizes_of_terms,
     spread,
 )
+from tests.covering import slow
 from tests.tolerances import assert_sum_of_products, same_bits
 from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
 
@@ -201,7 +202,7 @@ EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        (name, dtype)
+        (name, dtype) if name in EVERY_DTYPE else slow((name, dtype))
         for name, dtype in itertools.product(TRITON_CASES, [F64, F32, F16])
         if dtype == F32 or name in EVERY_DTYPE
     ],
@@ -236,7 +237,7 @@ def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
 
 
 # The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
-@pytest.mark.parametrize(("dtype", "tf32"), [(F16, False), (F32, True)], ids=str)
+@pytest.mark.parametrize(("dtype", "tf32"), [(F16, False), slow((F32, True))], ids=str)
 @pytest.mark.parametrize(
     ("case", "multiprocessors"), [(Case(18, 1, 18, 5, 4, 9, 0.8), 1), (Case(50, 2, 16, 7, 5, 4, 0.6), 100)], ids=str
 )

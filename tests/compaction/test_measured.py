@@ -31,7 +31,7 @@ def smaller_is_faster(calls: Sequence[object], device: torch.device, budget: flo
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("seed", seeds(range(30, 36), range(36, 50)))
+@pytest.mark.parametrize("seed", seeds(range(30, 32), range(32, 50)))
 def test_any_choice_gives_the_same_outputs(monkeypatch: pytest.MonkeyPatch, seed: int, dims: int) -> None:
     monkeypatch.setattr(cost, "fastest", any_way)
     monkeypatch.setitem(compact.COSTS, "measured", any_way)

@@ -57,7 +57,7 @@ def calls(network: nn.Module) -> list[Any]:
 @pytest.mark.usefixtures("always")
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("seed", seeds(range(100, 108), range(108, 130)))
+@pytest.mark.parametrize("seed", seeds(range(100, 103), range(103, 130)))
 def test_the_same_outputs_at_every_size(seed: int, memory_format: torch.memory_format) -> None:
     model, inputs, expected = random_case(seed, 2, memory_format)
     network, report = sparsity.compact(model, inputs[0], fold_norms=seed % 2 == 0)
