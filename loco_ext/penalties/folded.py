@@ -35,7 +35,9 @@ class FoldedPenalty(Penalty):
     depend on ``k`` at all: the loss then has a gradient along ``k`` too, and training ends near the minimum.
 
     Rings that vanish are zeros in ``k``. A filter that vanishes is a zero in gamma; its ``k`` keeps its direction, so
-    that the filter can come back when the loss requires it. (:func:`zero_dead_filters` clears ``k`` after training.)
+    that the filter can come back when the loss requires it: in that direction alone, as the loss has no gradient for
+    ``k`` while gamma is zero. A filter whose gamma vanishes before ``k`` has turned may therefore stay zero though the
+    minimum has it, in SGD more than in Adam. (:func:`zero_dead_filters` clears ``k`` after training.)
 
     The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight; the norm's weight must be a
     parameter of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a
