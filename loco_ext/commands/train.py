@@ -19,7 +19,6 @@ from loco_ext.experiments.settings import (
     EFFECTS,
     PRESETS,
     PRESETS_MEAN,
-    LayerFactors,
     Settings,
     SettingsError,
     check_effects,
@@ -68,9 +67,6 @@ def run(
 
     To train in several processes, start it with `torchrun -m loco_ext.cli train ...`.
     """
-    factors = options.get("locality")
-    if isinstance(factors, LayerFactors):
-        options["locality"] = dict(factors)
     if teacher is not None:
         options.setdefault("distillation", WEIGHT)
     setting = from_preset(preset, **options)
@@ -94,7 +90,7 @@ def run(
             taught_by = _trained(setting, dataset, teacher)
         setting = replace(setting, teacher=digest(taught_by))
     board = TensorBoard(out / "tensorboard") if tensorboard else None
-    with writing_to(out), _naming_file_of(factors), processes.joined(device) as joined:
+    with writing_to(out), processes.joined(device) as joined:
         after_epoch = (lambda epoch: None) if board is None else board.write
         networks: dict[str, Any] = {"model": model, "teacher": taught_by}
         history = runs.run(
@@ -137,15 +133,3 @@ def _naming(option: str) -> Iterator[None]:
         yield
     except (CheckpointError, SettingsError) as error:
         raise UserError(f"{option}: {error}") from error
-
-
-@contextmanager
-def _naming_file_of(locality: object) -> Iterator[None]:
-    """Let errors in factors from a file inside the ``with`` name the file."""
-    try:
-        yield
-    except SettingsError as error:
-        name, _, rest = str(error).partition(": ")
-        if name != "locality" or not isinstance(locality, LayerFactors):
-            raise
-        raise SettingsError(f"{name}: {locality.path}: {rest}") from error

@@ -21,20 +21,6 @@ Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
 
 
-class LayerFactors(dict[str, Factors]):
-    """Factors by layer of a locality, with the file that they were read from."""
-
-    def __init__(self, factors: Mapping[str, Factors], path: Path) -> None:
-        super().__init__(factors)
-        self.path = path
-
-
-def _locality(text: str) -> Locality:
-    """Parse the value of --locality."""
-    found = option_parsers.locality(text)
-    return LayerFactors(found, Path(text)) if isinstance(found, dict) else found
-
-
 class SettingsError(UserError, ValueError):
     """Raised for an invalid setting; the message names it."""
 
@@ -169,7 +155,7 @@ class Settings:
     locality: Annotated[
         Locality,
         Option(
-            parser=_locality,
+            parser=option_parsers.locality,
             metavar="FACTORS",
             help="How the decay varies within a filter: none; GAMMA,ETA; one factor for each distance class; or a file "
             "that the command analyze has written.",

@@ -84,22 +84,8 @@ def mixed_conv2d(
             x, weights, biases, _flat(pads), order, stride, dilation, add, relu
         )
         return traced
-    return _compute(x, weights, biases, pads, order, stride, dilation, add, relu)
-
-
-def _compute(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    pads: Sequence[Pads],
-    order: Tensor | None,
-    stride: tuple[int, int],
-    dilation: tuple[int, int],
-    add: Tensor | None,
-    relu: bool,
-) -> Tensor:
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
-    if _takes((x, *weights, *biases, *(() if add is None else (add,)))):
+    if _takes(tensors):
         try:
             return _native(*arguments, relu)
         except (RuntimeError, TypeError, ValueError):
@@ -265,6 +251,16 @@ _TRACED.define(
 
 
 @torch.library.impl(_TRACED, "mixed_conv2d_traced", "CompositeImplicitAutograd")
-def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], pads: Sequence[int], *others: Any) -> Tensor:
+def _(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    pads: Sequence[int],
+    order: Tensor | None,
+    stride: Any,
+    dilation: Any,
+    add: Tensor | None,
+    relu: bool,
+) -> Tensor:
     of_parts = [(pads[i], pads[i + 1], pads[i + 2], pads[i + 3]) for i in range(0, len(pads), 4)]
-    return _compute(x, weights, biases, of_parts, *others)
+    return mixed_conv2d(x, weights, biases, of_parts, order, stride=stride, dilation=dilation, add=add, relu=relu)

@@ -53,8 +53,8 @@ class PILCRO:
             ``"target"`` alone: the curvature loss is a mean.
         expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
         chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
-            the whole batch in either case, but for batch norm in training mode, which takes its mean and variance from
-            the images that are computed at once.
+            the whole batch in either case, unless the model has batch norms without running statistics, which take
+            those of the images that are computed at once.
         route: how the gradient is computed: ``"tangent"``, or ``"double_backward"``, which is slower.
         seed: seed of the classes that are drawn.
 

@@ -27,7 +27,7 @@ from tests.block_sparse.cases import (
     sizes_of_terms,
     spread,
 )
-from tests.covering import covering
+from tests.covering import covering, slow
 from tests.tolerances import assert_sum_of_products, same_bits
 
 LEVELS = tuple(name.removeprefix("native, ") for name in BACKENDS[1:])
@@ -248,8 +248,9 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, 
         assert torch.equal(~found.isfinite(), touched[..., None].expand_as(found)), result
 
 
+@pytest.mark.parametrize("fast_mode", [True, slow(False)])  # along random directions, or in each number
 @pytest.mark.parametrize("name", ["odd groups", "depthwise", "no sample", "no entries"])
-def test_derivatives_of_first_and_second_order(backend, name):
+def test_derivatives_of_first_and_second_order(backend, name, fast_mode):
     case = CASES[name]
     small = Case(min(case.batch, 2), min(case.groups, 3), min(case.depth, 3), min(case.width, 2), 3, 4, case.share)
     problem = make_problem(small)
@@ -259,7 +260,7 @@ def test_derivatives_of_first_and_second_order(backend, name):
         return ops.block_sparse_matmul(x, values, problem.pattern, bias)
 
     assert torch.autograd.gradcheck(function, operands)
-    assert torch.autograd.gradgradcheck(function, operands, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, operands, fast_mode=fast_mode)
 
 
 def test_no_gradient_is_computed_that_nobody_wants(monkeypatch):

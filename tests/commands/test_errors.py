@@ -63,7 +63,7 @@ CASES = {
         "--locality 1,2,3,4": "--locality: ",
         "--locality 1,-2": "--locality: ",
         "--device cuda:99": "--device: expected a device that torch can use here",
-        "--locality layers.json": "--locality: layers.json: per_layer: expected names of convolutions",
+        "--locality layers.json": "--locality: per_layer: expected names of convolutions",
         "--macs 0.5 --round-to 65": "--round-to: expected at most 64, the channels of the widest layer, got 65",
         "--data nowhere": "--data: expected none for digits, or a folder, got 'nowhere'",
         "--weights w/model.safetensors --out w": "--out: expected a folder without other results, got w, which has mod",

@@ -92,7 +92,9 @@ def test_an_infinite_median_is_no_ratio():
 
 
 def test_networks_of_strengths_that_are_nearly_the_same_have_files_of_their_own(tmp_path, monkeypatch):
-    measured = lambda settings, samples, arm, seed, name, device: {"name": name, "seed": seed, "strength": arm[0]}  # noqa: E731
+    def measured(settings, samples, arm, seed, name, device):
+        return {"name": name, "seed": seed, "strength": arm[0]}
+
     monkeypatch.setattr(regions, "_measured", measured)
     for strength in (0.5, 0.5000001):
         record = regions._network(None, None, (strength, 1.0, "100"), 0, tmp_path, None)

@@ -66,21 +66,8 @@ def test_a_training_that_diverges_is_an_error_and_leaves_what_else_is_there(tmp_
     monkeypatch.chdir(tmp_path)
     torch.save(models.small_cnn().state_dict(), "weights.pt")
     network = ["weights.pt", "--model", "small", "--dataset", "digits"]
-    line = [
-        "shrink",
-        *network,
-        "--macs",
-        "0.5",
-        "--importance",
-        "norm",
-        "--epochs",
-        "1",
-        "--lr",
-        "1e30",
-        "--out",
-        "cut",
-    ]
-    line += ["--batch-size", "2"]
+    options = "--macs 0.5 --importance norm --epochs 1 --lr 1e30 --batch-size 2 --out cut"
+    line = ["shrink", *network, *options.split()]
     Path("cut/start").mkdir(parents=True)
     Path("cut/start/.model.safetensors.1.part").touch()  # of a killed run
     assert main(line) == 1

@@ -195,12 +195,13 @@ def joint_calls(has_metric: bool, linf: bool) -> list[JointProx]:
 def test_layers_that_share_a_launch_become_what_they_become_alone(compiled, mode):
     library, calls = operators.library(compiled), joint_calls(*MODES[mode])
     alone = [out for call in calls for out in run_joint_kernels([call])]
-    library.set_order("1")
-    together = run_joint_kernels(calls)
-    library.set_order("forward")
-    for call, out, one in zip(calls, together, alone, strict=True):
-        assert out.stride() == torch.empty_like(call.weight).stride()
-        assert same_bits(out, one)
+    for order in ("forward", "1"):
+        library.set_order(order)
+        together = run_joint_kernels(calls)
+        library.set_order("forward")
+        for call, out, one in zip(calls, together, alone, strict=True):
+            assert out.stride() == torch.empty_like(call.weight).stride()
+            assert same_bits(out, one)
     for call, out in zip(calls, together, strict=True):
         counts = call.weight.flatten(1).isfinite().all(1)
         weight, metric = call.weight[counts].double(), None if call.metric is None else call.metric[counts].double()

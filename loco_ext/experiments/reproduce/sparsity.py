@@ -95,8 +95,7 @@ def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: flo
     name = f"{PAPER}/{network}/{penalty}-{variant}/alpha-{strength:.3g}"
     words = ["--model", network, "--dataset", plan.images, "--penalty", penalty, "--strengths", repr(strength)]
     words += [*SCRATCH, *scale.options, *options]
-    about: dict[str, Any] = {"result": "frontier.json", "minutes": scale.minutes, "data": plan.images}
-    return plan.job(name, "frontier", *words, **about)
+    return plan.job(name, "frontier", *words, result="frontier.json", minutes=scale.minutes, data=plan.images)
 
 
 def _complexity(plan: JobPlan) -> list[Job]:
@@ -105,10 +104,14 @@ def _complexity(plan: JobPlan) -> list[Job]:
     name, (strength, epochs) = f"{PAPER}/{scale.networks[0]}/complexity", scale.complexity
     words = ["--preset", "quick", "--model", scale.networks[0], "--dataset", plan.images, "--penalty", "complexity"]
     words += ["--strength", repr(strength), "--epochs", str(epochs)]
-    about: dict[str, Any] = {"result": "model.safetensors", "minutes": scale.minutes, "data": plan.images}
-    training = plan.job(f"{name}/run", "train", *words, **about)
-    about = {"result": "report.json", "minutes": 0.1, "stage": 2, "data": plan.images}
-    return [training, plan.job(f"{name}/compact", "compact", training.folder, "--cost", "macs", **about)]
+    training = plan.job(
+        f"{name}/run", "train", *words, result="model.safetensors", minutes=scale.minutes, data=plan.images
+    )
+    options = (training.folder, "--cost", "macs")
+    compaction = plan.job(
+        f"{name}/compact", "compact", *options, result="report.json", minutes=0.1, stage=2, data=plan.images
+    )
+    return [training, compaction]
 
 
 def page(plan: JobPlan) -> Page:

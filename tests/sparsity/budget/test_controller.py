@@ -62,7 +62,7 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, st
 
 @pytest.mark.parametrize(("name", "cost", "share"), [("depthwise", "parameters", 0.5), ("constants", "macs", 0.2)])
 def test_what_compaction_cannot_remove_counts(name: str, cost: str, share: float) -> None:
-    """Constants that padding makes visible keep a channel."""
+    """Filters of a depthwise layer have one size; constants that padding makes visible keep a channel."""
     model, optimizer, budget = controlled(name, **{"macs": None, cost: share}, granularity="rings", begin=0, end=3)
     train(model, optimizer, budget, 4, seed=1)
     _, report = sparsity.compact(model, X, cost="macs", fold_norms=False)

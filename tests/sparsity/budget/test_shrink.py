@@ -22,7 +22,7 @@ from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
-from tests.covering import covering
+from tests.covering import covering, slow
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
 X = torch.zeros(2, *IMAGE)
@@ -422,7 +422,10 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
-def test_a_latency_takes_the_rounding_that_loses_the_least_importance(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("roundings", [(1, 8), slow((shrink.ROUNDINGS,))], ids=str)
+def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
+    monkeypatch: pytest.MonkeyPatch, roundings: tuple[int, ...]
+) -> None:
     """Kernels that compute several channels together, in place of what compaction measures."""
     torch.manual_seed(0)
     model = models.small_cnn(3, 4, 9).eval()
@@ -430,11 +433,11 @@ def test_a_latency_takes_the_rounding_that_loses_the_least_importance(monkeypatc
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
     how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
     best = []
-    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 8))
+    monkeypatch.setattr(shrink, "ROUNDINGS", roundings)
     for together in (1, 8):
         monkeypatch.setattr(shrink, "compact", timed(0.1, together))
         lost = {}
-        for round_to in (None, *shrink.ROUNDINGS):
+        for round_to in (None, *roundings):
             smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
             assert report.latency_after is not None
             assert report.latency_after <= 0.6
