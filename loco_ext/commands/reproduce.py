@@ -40,9 +40,9 @@ def run(
     preset: Annotated[
         Literal["smoke", "cpu", "paper"],
         typer.Option(
-            help="Size of the experiments. smoke takes seconds, on digits. cpu is made for some two hours for all papers "
-            "on two cores, on CIFAR-10 from --data or, without --data, on digits, which efcn cannot take. paper follows "
-            "the authors' protocols."
+            help="Size of the experiments. smoke takes seconds, on digits. cpu is made for some two hours on two cores "
+            "for all papers, on CIFAR-10 from --data or, without --data, on digits, which efcn cannot take. paper "
+            "follows the authors' protocols."
         ),
     ] = "smoke",
     folder: Data = None,
