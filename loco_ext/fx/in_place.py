@@ -43,7 +43,7 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
     """Make readers of a value after an in-place operation on it read the result of that operation.
 
     Raises:
-        UntraceableError: an operation writes to something else, or to a view of a value that is read later.
+        UntraceableError: an operation writes to something else, or to what may be a view of a value that is read later.
     """
     modules = dict(graph.named_modules())
     order = {node: place for place, node in enumerate(graph.graph.nodes)}
@@ -62,7 +62,9 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
             for other in sharing[first]:
                 later = [user for user in other.users if order[user] > order[node]]
                 if later and _origin(other, modules) is not _origin(first, modules):
-                    raise UntraceableError(f"{node.name} changes a view of {other.name} in place, which is read later")
+                    raise UntraceableError(
+                        f"{node.name} changes {first.name} in place, which may be a view of {other.name}, read later"
+                    )
                 for user in later:
                     user.replace_input_with(other, node)
         sharing[first].append(node)
@@ -71,16 +73,16 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
 
 def _origin(node: fx.Node, modules: Modules) -> fx.Node:
     """Return the node whose whole result this one returns, perhaps after writing to it."""
-    while _may_return_argument(node, modules) or is_in_place(node, modules):
+    while _returns_argument(node, modules) or is_in_place(node, modules):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _may_return_argument(node: fx.Node, modules: Modules) -> bool:
+def _returns_argument(node: fx.Node, modules: Modules) -> bool:
     if node.op == "call_module":
         return isinstance(modules[str(node.target)], _IDENTITIES)
     if node.op == "call_method":
-        return node.target in ("contiguous", "detach", "to")
+        return node.target == "detach"
     return node.op == "call_function" and getattr(node.target, "__name__", "").endswith("dropout")
 
 

@@ -7,15 +7,28 @@ from torch.autograd import forward_ad
 from loco_ext.geometry.block_pattern import BlockPattern
 
 
-def attach_pattern(weight: Tensor, pattern: BlockPattern) -> None:
-    """Attach the pattern whose blocks the tensor has. Its copies and views have none."""
-    weight.block_pattern = pattern  # type: ignore[attr-defined]
+class SharedPattern:
+    """The pattern of a weight's blocks, shared by all layers that share the weight."""
+
+    def __init__(self, pattern: BlockPattern) -> None:
+        self.pattern = pattern
+
+
+def attach_pattern(weight: Tensor, pattern: BlockPattern) -> SharedPattern:
+    """Attach the pattern whose blocks the tensor has, and return it as attached. Copies and views have none."""
+    weight.shared_pattern = shared = SharedPattern(pattern)  # type: ignore[attr-defined]
+    return shared
+
+
+def attached_pattern(parameter: Tensor | None) -> SharedPattern | None:
+    """Return the pattern that is attached to this very tensor, or None."""
+    return getattr(parameter, "shared_pattern", None)
 
 
 def pattern_of(parameter: Tensor) -> BlockPattern | None:
     """Return the attached pattern or None, also under torch.func and forward-mode AD."""
-    pattern = getattr(parameter, "block_pattern", None)
-    return getattr(_unwrapped(parameter), "block_pattern", None) if pattern is None else pattern
+    shared = attached_pattern(parameter) or attached_pattern(_unwrapped(parameter))
+    return None if shared is None else shared.pattern
 
 
 def _unwrapped(parameter: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from loco_ext import ops
 from loco_ext.argument_checks import check_choice, check_count, check_ints, check_tensor
 from loco_ext.geometry import BlockPattern
-from loco_ext.geometry.attached_pattern import attach_pattern
+from loco_ext.geometry.attached_pattern import SharedPattern, attach_pattern, attached_pattern
 from loco_ext.geometry.conv import Ints, Padding
 from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
@@ -31,10 +31,10 @@ class LocallyConnectedNd(nn.Module):
     """Base class of the layers with 1, 2 and 3 spatial axes; see :class:`LocallyConnected2d`."""
 
     axes: ClassVar[int]
-    pattern: BlockPattern
     weight: nn.Parameter
     bias: nn.Parameter | None
     _backward_step: Any = None  # see loco_ext.optim.step_in_backward
+    _shared: SharedPattern | None = None
 
     def __init__(
         self,
@@ -83,6 +83,21 @@ class LocallyConnectedNd(nn.Module):
             _warn_of_former_name()
             name = "weight"
         super().__setattr__(name, value)
+        if name == "weight" and self._shared is not None:
+            self._shared = self._pattern_of_weight() or SharedPattern(self._shared.pattern)
+
+    @property
+    def pattern(self) -> BlockPattern:
+        """The pattern of the weight's blocks. Layers of the same geometry that share a weight share it."""
+        assert self._shared is not None
+        return (self._pattern_of_weight() or self._shared).pattern
+
+    def _pattern_of_weight(self) -> SharedPattern | None:
+        """Return the pattern that is attached to the weight, unless it is of another geometry."""
+        attached = attached_pattern(self._parameters.get("weight"))
+        if attached is None or attached is self._shared or self._shared is None:
+            return attached
+        return attached if attached.pattern.conv == self._shared.pattern.conv else None
 
     @property
     def crow_indices(self) -> Tensor:
@@ -142,7 +157,6 @@ class LocallyConnectedNd(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        self._follow_shared_weight()
         batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
@@ -152,14 +166,6 @@ class LocallyConnectedNd(nn.Module):
         if not suggests_channels_last(batch):
             y = contiguous(y)
         return y if x.dim() == self.axes + 2 else y.squeeze(0)
-
-    def _follow_shared_weight(self) -> None:
-        """Take over the pattern of a weight that another layer shares, and has grown or pruned."""
-        if torch.compiler.is_compiling():
-            return
-        pattern = getattr(self._parameters.get("weight"), "block_pattern", self.pattern)
-        if pattern is not self.pattern and pattern.conv == self.pattern.conv:
-            self._set_pattern(pattern)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:
@@ -220,7 +226,6 @@ class LocallyConnectedNd(nn.Module):
                 ``weight``; ``weight`` is sharded.
             ValueError: ``radius`` is negative, or the optimizer does not step ``weight``.
         """
-        self._follow_shared_weight()
         pattern, places = self.pattern.grow(radius)
         places, shape = places.to(self.weight.device), (pattern.nnz, *self.weight.shape[1:])
         resize(self.weight, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
@@ -252,7 +257,6 @@ class LocallyConnectedNd(nn.Module):
             TypeError: not exactly one of the three is given, one has a wrong type, or as for :meth:`grow`.
             ValueError: a wrong shape, a negative number, or as for :meth:`grow`.
         """
-        self._follow_shared_weight()
         mask = blocks_to_keep(self.weight, self.pattern, keep, threshold, radius)
         pattern, kept = self.pattern.prune(mask)
         kept = kept.to(self.weight.device)
@@ -282,9 +286,10 @@ class LocallyConnectedNd(nn.Module):
     def _set_pattern(self, pattern: BlockPattern) -> None:
         """Set the pattern, on the device of the weight, with its transpose cached for tracing by torch.compile."""
         device = self.weight.device
-        self.pattern = pattern if device.type == "meta" else pattern.to(device)
-        self.pattern.transpose()
-        attach_pattern(self.weight, self.pattern)
+        pattern = pattern if device.type == "meta" else pattern.to(device)
+        pattern.transpose()
+        self._shared = self._pattern_of_weight() or attach_pattern(self.weight, pattern)
+        self._shared.pattern = pattern
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         def apply(tensor: Tensor) -> Tensor:
@@ -292,8 +297,9 @@ class LocallyConnectedNd(nn.Module):
             applied = fn(tensor)
             return applied.contiguous() if tensor.is_contiguous() else applied
 
+        pattern = self.pattern
         super()._apply(apply, recurse)
-        self._set_pattern(self.pattern)
+        self._set_pattern(pattern)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -301,6 +307,9 @@ class LocallyConnectedNd(nn.Module):
         if "values" in parameters:  # a pickle of an earlier version
             renamed = {"weight" if name == "values" else name: parameter for name, parameter in parameters.items()}
             state = {**state, "_parameters": renamed}
+        if "pattern" in state:  # also of an earlier version
+            state = {**state, "_shared": SharedPattern(state["pattern"])}
+            del state["pattern"]
         super().__setstate__(state)
         self._set_pattern(self.pattern)
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import random
 
 import pytest
@@ -148,6 +149,65 @@ def test_layers_that_share_a_weight_grow_and_are_pruned_together():
     one.grow(1)
     one.weight.data.normal_()
     assert same_bits(one(x), other(x))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (LocallyConnected2d(2, 2, 3, padding=1, input_size=4) for _ in range(2))
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.other(self.one(x).relu())
+
+
+def loaded(model):
+    fresh = Tied()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+ROUTES = {
+    "copy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "dtype": lambda model: model.double().float(),
+    "state_dict": loaded,
+    "compile": lambda model: torch.compile(model, backend="eager"),
+    "export": lambda model: torch.export.export(model, (torch.ones(3, 2, 4, 4),)).module(),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("resized", ["one", "other"])
+def test_layers_that_share_a_weight_share_its_blocks_before_they_run(route, resized):
+    model, x = Tied(), torch.randn(3, 2, 4, 4)
+    layer, local = getattr(model, resized), model.one.pattern.nnz
+    layer.grow(1).prune(torch.arange(layer.pattern.nnz) >= layer.pattern.nnz - local)  # as many blocks, of other pixels
+    with torch.no_grad():
+        model.one.weight.normal_()
+    result = ROUTES[route](model)(x)
+    dense = [getattr(model, name).to_dense() for name in ("one", "other")]
+    torch.testing.assert_close(result, dense[1](dense[0](x.flatten(1)).relu()).view_as(x))
+
+
+def test_a_weight_lends_its_blocks_for_a_call():
+    layer, lent = (LocallyConnected2d(2, 2, 3, padding=1, bias=False, input_size=4) for _ in range(2))
+    x, local = torch.randn(3, 2, 4, 4), layer.pattern.nnz
+    before = layer(x)
+    lent.grow(1).weight.data.normal_()
+    assert same_bits(torch.func.functional_call(layer, dict(lent.named_parameters()), (x,)), lent(x))
+    assert layer.pattern.nnz == local
+    assert same_bits(layer(x), before)
+
+
+def test_layers_with_weights_of_their_own_again_grow_alone():
+    model = Tied()
+    model.other.weight = nn.Parameter(model.one.weight.detach().clone())
+    local = model.one.pattern.nnz
+    model.one.grow(1)
+    assert model.other.pattern.nnz == local == len(model.other.weight)
 
 
 def test_a_layer_made_in_inference_mode_stays_as_it_is():
