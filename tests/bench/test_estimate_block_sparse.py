@@ -37,6 +37,7 @@ def test_a_floor_is_each_tensor_once():
         assert [call.floor() for _, call, _ in products] == [2 * 2 * 250 * 1024 * 64 + size * values] * 3
 
 
+@pytest.mark.slow
 def test_estimates_are_written_and_shown(tmp_path, monkeypatch):
     monkeypatch.setitem(estimate_block_sparse.LAYERS, estimate_block_sparse.REFERENCE, Layer(16, 16, 3, 3))
     options = ["--layers", estimate_block_sparse.REFERENCE, "--arithmetic", "bfloat16", "--gpus", "90", "--out"]

@@ -140,7 +140,7 @@ def test_dropout_differs_from_epoch_to_epoch(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory):  # for slow tests; those of the report run the command, too
     """Run a whole experiment without drawing its figures; return its folder and what it printed."""
     torch.set_num_threads(1)
     out, drawn = tmp_path_factory.mktemp("efcn") / "out", []
@@ -158,6 +158,7 @@ MASKED = {"local_accuracy", "off_local_accuracy"}
 NETWORK = {"switch_time", "relax", "parameters", "start", "before", "epochs", "after", "filters", "corners"}
 
 
+@pytest.mark.slow
 def test_the_record_has_every_network(finished):
     out, record = finished
     assert json.loads((out / "efcn.json").read_text()) == record
@@ -201,6 +202,7 @@ def lifted(branch, out, trained):
     return model
 
 
+@pytest.mark.slow
 def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_descent(finished):
     """The reference is torch.optim.SGD in a loop over the samples in their order."""
     out, record = finished
@@ -224,6 +226,7 @@ def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_that_of_the_trained_networks(finished):
     out, record = finished
     samples = digits(SAMPLES)
@@ -309,6 +312,7 @@ def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     assert "weights-001.safetensors: not the weights of this network (NaN or inf" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys):
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     path = tmp_path / "cnn" / "weights-002.safetensors"
@@ -332,6 +336,7 @@ def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished,
         assert (tmp_path / path.relative_to(whole)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys, monkeypatch):
     out, record = finished
     monkeypatch.setattr(efcn_figures, "save", lambda *_: None)

@@ -198,9 +198,11 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
     ("options", "points"),
     [
         (["--points", "2", "--span", "0.5", "--latency"], [(None, 0.0)] * 2),
-        (
-            ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
-            [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
+        slow(
+            (
+                ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
+                [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
+            )
         ),
         slow((["--method", "width", "--widths", "0.5,0.25", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)])),

@@ -63,7 +63,7 @@ def test_resnet50_has_the_numbers_of_the_original_but_for_its_stem():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory):  # for slow tests; those of the report run the command, too
     """Run a whole experiment; return its folder, and what it printed."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("landscapes") / "out"
@@ -81,6 +81,7 @@ def trained(record, out):
     return model.eval(), setting
 
 
+@pytest.mark.slow
 def test_the_record_has_every_network(finished):
     out, record = finished
     assert json.loads((out / "landscapes.json").read_text()) == record
@@ -97,6 +98,7 @@ def test_the_record_has_every_network(finished):
         assert network["test"]["top1"] == network["test_accuracies"][-1]
 
 
+@pytest.mark.slow
 def test_arms_are_trained_on_their_losses(finished):
     """The reference is torch.optim.SGD in a loop of its own, with PILCRO's loss added at every tenth step."""
     out, record = finished
@@ -138,6 +140,7 @@ def test_noise_and_decay_are_what_their_names_say():
     assert torch.equal(model.eval()(images), images)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_that_of_the_trained_networks(finished):
     out, record = finished
     data = digits(SAMPLES)
@@ -168,6 +171,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
         assert network["resampling"].keys() == {"spearman", "pearson_of_roots", "ratio"}
 
 
+@pytest.mark.slow
 def test_arms_are_compared_seed_by_seed(finished):
     record = finished[1]
     networks = {(network["arm"], network["seed"]): network for network in record["networks"]}
@@ -187,6 +191,7 @@ def test_arms_are_compared_seed_by_seed(finished):
     assert landscapes.family_accuracy(record["networks"][0], "noise", 4) == pytest.approx(np.mean(noise, 0)[3])
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
     out, record = finished
     assert {path.stem for path in out.glob("*.png")} == FIGURES

@@ -184,6 +184,7 @@ def test_rings_may_have_any_taps_and_none(interpreter):
     assert_is_reference(interpreter, *calls, make((1, 2, 3, 1, 2, 2), rings=[*range(6), *range(6)]))
 
 
+@pytest.mark.slow
 def test_as_many_rings_as_there_may_be(interpreter):
     rings = torch.randperm(64).tolist()
     calls = [make((1, 2, 64), F32, strength=0.1, rings=rings), make((1, 1, 64), F32, linf=True, rings=rings)]
@@ -281,6 +282,7 @@ def test_kernels_and_rings_of_zeros_stay(interpreter):
     assert_is_reference(interpreter, *calls, rings)
 
 
+@pytest.mark.slow
 def test_weights_numbered_in_64_bits(interpreter):
     calls = [make((2, 7, 3), F32, linf, metric=F32) for linf in (False, True)]
     calls.append(replace(calls[0], weight=LAYOUTS["channels_last"](calls[0].weight)))
