@@ -37,13 +37,13 @@ VARIANTS = {  # eqs. 25, 29, 32 and 33, and the norm that section 3.4.1 names
 
 
 class Scale(NamedTuple):
-    """The size of a preset: networks, strengths, variants, options of these; strength and epochs for eq. 34."""
+    """The size of a preset: networks, strengths, variants, options of these; strengths and epochs for eq. 34."""
 
     networks: tuple[str, ...]
     strengths: tuple[float, ...]
     variants: tuple[str, ...]
     options: tuple[str, ...]
-    complexity: tuple[float, int]
+    complexity: tuple[tuple[float, ...], int]
     minutes: float
     means: str
 
@@ -54,7 +54,7 @@ SCALES = {
         (1e-2,),
         ("squared",),
         ("--width", "0.25", "--samples", "100", "--epochs", "1", "--batch-size", "50", "--taus", "0.001,0.3"),
-        (1e-2, 1),
+        ((1e-2,), 1),
         0.05,
         "The preset smoke shows that everything runs: a narrow ResNet-8 for one epoch on 100 digits.",
     ),
@@ -63,7 +63,7 @@ SCALES = {
         (1e-4, 1e-3, 1e-2),
         ("linf", "squared"),
         ("--samples", "5000", "--epochs", "15", "--lr", "0.1", "--taus", "0.001,0.01,0.1"),
-        (1e-4, 3),
+        ((1e-7, 1e-6, 3e-6, 1e-4), 3),
         1.5,
         "Cut down by the preset cpu: ResNet-8 and its plain twin instead of networks of 20 layers, {images}, 15 "
         "epochs, three strengths.",
@@ -73,7 +73,7 @@ SCALES = {
         tuple(10**exponent for exponent in (-5.0, -4.5, -4.2, -4.0, -3.8, -3.5, -3.0, -2.5)),
         tuple(VARIANTS),
         ("--epochs", "164", "--lr", "0.1", "--weight-decay", "0.0001", "--taus", "0.0001,0.001,0.01,0.1"),
-        (1e-4, 164),
+        ((1e-8, 1e-7, 1e-6), 164),
         600.0,
         "The draft states neither epochs nor learning rates; these are those of He et al. (2015) with a cosine.",
     ),
@@ -87,7 +87,7 @@ def jobs(plan: JobPlan) -> list[Job]:
         found.append(_path(plan, network, penalty, "plain", strength))
     for variant, penalty, strength in itertools.product(scale.variants, PENALTIES, scale.strengths):
         found.append(_path(plan, scale.networks[0], penalty, variant, strength, *VARIANTS[variant]))
-    return [*found, *_complexity(plan)]
+    return [*found, *itertools.chain.from_iterable(_complexity(plan).values())]
 
 
 def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: float, *options: str) -> Job:
@@ -98,20 +98,26 @@ def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: flo
     return plan.job(name, "frontier", *words, result="frontier.json", minutes=scale.minutes, data=plan.images)
 
 
-def _complexity(plan: JobPlan) -> list[Job]:
-    """Return the training under eq. 34, by the prox as its zeros are exact, and the compaction of what it leaves."""
-    scale = SCALES[plan.preset]
-    name, (strength, epochs) = f"{PAPER}/{scale.networks[0]}/complexity", scale.complexity
-    words = ["--preset", "quick", "--model", scale.networks[0], "--dataset", plan.images, "--penalty", "complexity"]
-    words += ["--strength", repr(strength), "--epochs", str(epochs)]
-    training = plan.job(
-        f"{name}/run", "train", *words, result="model.safetensors", minutes=scale.minutes, data=plan.images
-    )
-    options = (training.folder, "--cost", "macs")
-    compaction = plan.job(
-        f"{name}/compact", "compact", *options, result="report.json", minutes=0.1, stage=2, data=plan.images
-    )
-    return [training, compaction]
+def _complexity(plan: JobPlan) -> dict[float, tuple[Job, Job]]:
+    """Return a training under eq. 34 and the compaction of what it leaves, by strength.
+
+    They are trained by the prox, as its zeros are exact.
+    """
+    scale, found = SCALES[plan.preset], {}
+    strengths, epochs = scale.complexity
+    for strength in strengths:
+        name = f"{PAPER}/{scale.networks[0]}/complexity/alpha-{strength:.3g}"
+        words = ["--preset", "quick", "--model", scale.networks[0], "--dataset", plan.images, "--penalty", "complexity"]
+        words += ["--strength", repr(strength), "--epochs", str(epochs)]
+        training = plan.job(
+            f"{name}/run", "train", *words, result="model.safetensors", minutes=scale.minutes, data=plan.images
+        )
+        options = (training.folder, "--cost", "macs")
+        compaction = plan.job(
+            f"{name}/compact", "compact", *options, result="report.json", minutes=0.1, stage=2, data=plan.images
+        )
+        found[strength] = training, compaction
+    return found
 
 
 def page(plan: JobPlan) -> Page:
@@ -190,15 +196,15 @@ def _points(points: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]) 
 
 
 def _eq34(plan: JobPlan) -> Table:
-    """Return the table of the network that the penalty of eq. 34 leaves."""
-    _, compaction = _complexity(plan)
+    """Return the table of the networks that the penalty of eq. 34 leaves."""
     columns = {"network": "", "alpha": ".2g", "MACs": ".1%", "error": ".2f"}
     rows: list[list[Any]] = []
-    if compaction.done:
-        report = json.loads(compaction.result.read_text())
-        error = None if report["accuracy_after"] is None else 100 * (1 - report["accuracy_after"])
-        scale = SCALES[plan.preset]
-        rows.append([scale.networks[0], scale.complexity[0], report["macs_after"] / report["macs_before"], error])
+    for strength, (_, compaction) in _complexity(plan).items():
+        if compaction.done:
+            report = json.loads(compaction.result.read_text())
+            error = None if report["accuracy_after"] is None else 100 * (1 - report["accuracy_after"])
+            share = report["macs_after"] / report["macs_before"]
+            rows.append([SCALES[plan.preset].networks[0], strength, share, error])
     notes = ["By the prox, whose zeros are exact, instead of a threshold. The draft has no numbers."]
     return Table("Eq. 34: the penalty of the multiply-accumulates", columns, rows, notes)
 
