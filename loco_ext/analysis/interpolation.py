@@ -120,11 +120,19 @@ def _tensors(model: nn.Module) -> State:
 def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
     """Return new, interpolated tensors. Integer tensors, such as batch counters, are those of the first model."""
     ends = _tensors(first), _tensors(second)
-    return {name: torch.lerp(a, ends[1][name], alpha) if _is_mixed(a) else a.clone() for name, a in ends[0].items()}
+    return {name: _between(a, ends[1][name], alpha) if _is_mixed(a) else a.clone() for name, a in ends[0].items()}
 
 
 def _is_mixed(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _between(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Return ``(1 - alpha) * a + alpha * b`` as a new tensor, at an end exactly that one; elements may be infinite."""
+    if alpha in (0, 1):
+        return (b if alpha else a).clone()
+    # lerp subtracts, and the difference of equal infinities is NaN.
+    return torch.where(a.isinf() | b.isinf(), a + b, torch.lerp(a, b, alpha))
 
 
 @torch.inference_mode(False)
@@ -149,7 +157,7 @@ def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Te
 def _draw(point: State, before: State, after: State, stiffness: float) -> None:
     for name, x in point.items():
         if _is_mixed(x):
-            x.add_(before[name] + after[name] - 2 * x, alpha=stiffness)
+            x.copy_(_between(x, _between(before[name], after[name], 0.5), 2 * stiffness))
 
 
 def _check_alike(first: nn.Module, second: nn.Module) -> None:

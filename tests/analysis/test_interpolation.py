@@ -1,6 +1,7 @@
 """Paths between models against the same recursions on plain numbers, and against closed forms."""
 
 import copy
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -62,6 +63,34 @@ def test_outputs_are_mixed():
     for alpha, model in analysis.interpolate(first, second, 4, "outputs"):
         torch.testing.assert_close(model(x), (1 - alpha) * first[0](x) + alpha * second(x))
     assert first.training
+
+
+class Masked(nn.Module):
+    """A linear layer with numbers that are infinite or so large that their sum is."""
+
+    def __init__(self, *changed):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("lowest", torch.full((2, 2), torch.finfo(torch.float32).min).triu(1))
+        self.register_buffer("changed", torch.tensor(changed))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("method", ["linear", "string"])
+def test_infinite_numbers_stay(method):
+    first, second = Masked(2.0, -math.inf, 1.0), Masked(4.0, 3.0, math.inf)
+    options = {"loss": cross_entropy, "data": DATA, "steps": 2} if method == "string" else {}
+    path = [(alpha, copy.deepcopy(model)) for alpha, model in analysis.interpolate(first, second, 5, method, **options)]
+    for end, (_, model) in ((first, path[0]), (second, path[-1])):
+        assert all(torch.equal(tensor, end.state_dict()[name]) for name, tensor in model.state_dict().items())
+    for alpha, model in path[1:-1]:
+        assert torch.equal(model.mask, first.mask)
+        assert torch.equal(model.lowest, first.lowest)
+        assert model.changed.tolist() == pytest.approx([2 + 2 * alpha, -math.inf, math.inf])
+        assert model.layer.weight.isfinite().all()
 
 
 class Point(nn.Module):
