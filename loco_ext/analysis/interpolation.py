@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
@@ -100,14 +102,15 @@ def interpolate(
 
 
 class MeanOutputs(nn.Module):
-    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``."""
+    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``, also for several inputs."""
 
     def __init__(self, first: nn.Module, second: nn.Module, alpha: float) -> None:
         super().__init__()
         self.first, self.second, self.alpha = first, second, alpha
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (1 - self.alpha) * self.first(x) + self.alpha * self.second(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))  # the first model may write to its inputs
+        return (1 - self.alpha) * self.first(*copies[0], **copies[1]) + self.alpha * self.second(*args, **kwargs)
 
 
 State = dict[str, Tensor]

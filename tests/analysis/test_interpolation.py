@@ -65,6 +65,23 @@ def test_outputs_are_mixed():
     assert first.training
 
 
+class Scaled(nn.Module):
+    """A model of several inputs, to the first of which it writes."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x, parts, *, shift):
+        return self.factor * x.add_(shift) * parts["mask"]
+
+
+def test_outputs_of_models_with_several_inputs_are_mixed():
+    x, mask = torch.randn(2, 3), torch.tensor([0.0, 1.0, 1.0])
+    for alpha, model in analysis.interpolate(Scaled(2.0), Scaled(-1.0), 3, "outputs"):
+        torch.testing.assert_close(model(x.clone(), {"mask": mask}, shift=0.5), (2 - 3 * alpha) * (x + 0.5) * mask)
+
+
 class Masked(nn.Module):
     """A linear layer with numbers that are infinite or so large that their sum is."""
 
