@@ -64,9 +64,9 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     """
     parameters, model = _check(model, data), unwrapped(model)
     with measuring(model, parameters[0].device):
-        total = [torch.zeros_like(parameter) for parameter in parameters]
-        for value in _losses(model, loss, data):
-            _add(total, torch.autograd.grad(value, parameters, materialize_grads=True))
+        total = _zeros(parameters)
+        for value, share in _losses(model, loss, data):
+            _add(total, torch.autograd.grad(value, parameters, materialize_grads=True), share)
     return _norm(total)
 
 
@@ -143,11 +143,11 @@ def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
     return parameters
 
 
-def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[Tensor]:
-    """Yield each batch's contribution to the mean loss over all samples."""
+def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[tuple[Tensor, float]]:
+    """Yield the loss of each batch and its share in the mean loss over all samples."""
     count = sum(len(targets) for _, targets in data)
     for batch in data:
-        yield batch_loss(model, loss, batch) * (len(batch[1]) / count)
+        yield batch_loss(model, loss, batch), len(batch[1]) / count
 
 
 def batch_loss(model: Callable[[Tensor], Tensor], loss: Loss, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -159,13 +159,13 @@ def batch_loss(model: Callable[[Tensor], Tensor], loss: Loss, batch: tuple[Tenso
 def _hessian_product(
     model: nn.Module, loss: Loss, data: Batches, parameters: list[nn.Parameter], vector: Vector
 ) -> Vector:
-    total = [torch.zeros_like(parameter) for parameter in parameters]
-    for value in _losses(model, loss, data):
+    total = _zeros(parameters)
+    for value, share in _losses(model, loss, data):
         gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
-        curved = [(g, v) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
+        curved = [(g, v.to(g.dtype)) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
         if curved:  # a loss that is linear in all parameters has no second derivative
             outputs, directions = zip(*curved, strict=True)
-            _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True))
+            _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True), share)
     return total
 
 
@@ -188,10 +188,15 @@ def _power_iteration(
     return TopEigenvalue(value, residual, iterations)
 
 
+def _zeros(parameters: Sequence[Tensor]) -> Vector:
+    """Return zeros to which many batches can be added: in float32 for parameters of half precision."""
+    return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+
+
 @torch.no_grad()
-def _add(total: Vector, parts: Sequence[Tensor]) -> None:
+def _add(total: Vector, parts: Sequence[Tensor], share: float) -> None:
     for sum_, part in zip(total, parts, strict=True):
-        sum_.add_(part)
+        sum_.add_(part, alpha=share)
 
 
 def _norm(vector: Sequence[Tensor]) -> float:

@@ -87,6 +87,21 @@ def test_a_frozen_parameter_takes_no_part():
     assert len(here) == 4 + 12 + 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_batches_in_half_precision_add_up(dtype):
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3).to(dtype)
+    x, y = torch.rand(400, 4).to(dtype), torch.zeros(400, dtype=torch.int64)
+    exact, whole, data = copy.deepcopy(model).double(), [(x.double(), y)], list(zip(x.split(1), y.split(1), strict=True))
+    expected = analysis.gradient_norm(exact, cross_entropy, whole)
+    assert analysis.gradient_norm(model, cross_entropy, data) == pytest.approx(expected, rel=0.01)
+    (expected, *_), (found, *_) = (
+        analysis.top_hessian_eigenvalue(each, cross_entropy, pairs, iterations=2)
+        for each, pairs in ((exact, whole), (model, data))
+    )
+    assert found == pytest.approx(expected, rel=0.01)
+
+
 class Quadratic(nn.Module):
     """Model whose output is ``sum of curvature * x**2 / 2`` for any input."""
 
