@@ -51,21 +51,26 @@ def computed(module: nn.Module) -> Computed | None:
     return None if stored else Computed("code of its own", None)
 
 
-@torch.no_grad()
 def weight_of(module: _ConvNd) -> Tensor:
-    """Return a convolution's weight as computed in eval mode; hooks only keep the weight of the last forward."""
-    hook = _hooks(module).get("weight")
+    """Return a convolution's weight, as :func:`tensor_of` does."""
+    return tensor_of(module, "weight")
+
+
+@torch.no_grad()
+def tensor_of(module: _ConvNd, name: str) -> Any:
+    """Return a convolution's weight or bias as computed in eval mode; hooks only keep that of the last forward."""
+    hook = _hooks(module).get(name)
     if isinstance(hook, prune.BasePruningMethod):
         return hook.apply_mask(module)
     if isinstance(hook, SpectralNorm):
         return hook.compute_weight(module, do_power_iteration=False)
     if isinstance(hook, WeightNorm):
         return hook.compute_weight(module)
-    if not parametrize.is_parametrized(module, "weight"):
-        return module.weight
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)
     parts: Any = module.parametrizations
     with evaluating(parts):
-        return module.weight
+        return getattr(module, name)
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -123,8 +128,11 @@ def _remove_parametrizations(module: nn.Module) -> None:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module runs hooks other than those that compute its weights."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    """Return whether a call of the module does more than compute its result, beside computing its weights by hooks."""
+    hooks = (
+        *(*module._forward_hooks.values(), *module._forward_pre_hooks.values()),
+        *(*module._backward_hooks.values(), *module._backward_pre_hooks.values()),
+    )
     return not all(isinstance(hook, prune.BasePruningMethod | SpectralNorm | WeightNorm) for hook in hooks)
 
 

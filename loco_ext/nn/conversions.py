@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.geometry.conv import Ints
-from loco_ext.nn.computed import has_foreign_hooks, weight_of
+from loco_ext.nn.computed import has_foreign_hooks, tensor_of, weight_of
 from loco_ext.nn.embedding import embed, kernel_weight, project, weight_by_tap
 
 if TYPE_CHECKING:
@@ -29,23 +29,23 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
     for name in ("forward", "_conv_forward"):
         if getattr(type(conv), name) is not getattr(conv_class, name) or name in vars(conv):
             raise TypeError(f"conv: expected what computes as nn.{conv_class.__name__}, got {type(conv).__name__}")
-    weight = weight_of(conv)
+    weight, bias = weight_of(conv), tensor_of(conv, "bias")
     if isinstance(weight, UninitializedParameter):
         raise TypeError(f"conv: expected an initialised module, got a {type(conv).__name__} that has not run yet")
     if has_foreign_hooks(conv):
-        raise TypeError(f"conv: expected an nn.{conv_class.__name__} without forward hooks, got one with some")
+        raise TypeError(f"conv: expected an nn.{conv_class.__name__} without hooks, got one with some")
     layer = nn.utils.skip_init(
         layer_class,
         *(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation),
-        *(conv.groups, conv.bias is not None, conv.padding_mode),
+        *(conv.groups, bias is not None, conv.padding_mode),
         dtype=weight.dtype,
         device=weight.device,
         input_size=input_size,
     )
     layer.weight.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
     layer.weight.requires_grad_(_trains(conv, "weight"))
-    if conv.bias is not None:
-        layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(_trains(conv, "bias"))
+    if bias is not None:
+        layer.bias.copy_(bias.expand_as(layer.bias)).requires_grad_(_trains(conv, "bias"))
     return layer.train(conv.training)
 
 

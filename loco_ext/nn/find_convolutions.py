@@ -12,6 +12,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from loco_ext.fx.modules import is_hooked
+
 _FUNCTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
 
 
@@ -77,7 +79,7 @@ def _check(name: str, module: nn.Module) -> None:
         raise ValueError(f"model: expected parameters with shapes, got none yet in {_text(name)}: run it once")
     if parametrize.is_parametrized(module) or "weight" not in module._parameters:
         raise ValueError(f"model: expected a weight without a parametrization, got {_text(name)}")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if is_hooked(module):
         raise ValueError(f"model: expected convolutions without hooks, got {_text(name)}")
 
 

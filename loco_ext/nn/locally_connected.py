@@ -177,7 +177,8 @@ class LocallyConnectedNd(nn.Module):
             input_size: spatial size of the images.
 
         Raises:
-            TypeError: ``conv`` is another module, overrides forward, or is lazy and has not run yet.
+            TypeError: ``conv`` is another module, overrides forward, has hooks other than those of torch.nn.utils that
+                compute its tensors, or is lazy and has not run yet.
             ValueError: the convolution itself would refuse such an image.
         """
         return from_conv(cls, conv, input_size)

@@ -333,18 +333,30 @@ def test_only_convolutions_of_as_many_axes_are_taken(layer_class):
         LocallyConnected2d.from_conv(Standardised(1, 1, 3), 5)
     with pytest.raises(TypeError, match=r"conv: expected an initialised module, got a LazyConv2d"):
         LocallyConnected2d.from_conv(nn.LazyConv2d(3, 3), 5)
-    replaced, hooked = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)
+    replaced = nn.Conv2d(1, 1, 3)
     replaced.forward = lambda x: x
-    hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Conv2d"):
         LocallyConnected2d.from_conv(replaced, 5)
-    with pytest.raises(TypeError, match=r"conv: expected an nn.Conv2d without forward hooks, got one with some"):
-        LocallyConnected2d.from_conv(hooked, 5)
+    for kind in ("forward_hook", "full_backward_hook", "full_backward_pre_hook"):
+        hooked = nn.Conv2d(1, 1, 3)
+        getattr(hooked, f"register_{kind}")(lambda *_: None)
+        with pytest.raises(TypeError, match=r"conv: expected an nn.Conv2d without hooks, got one with some"):
+            LocallyConnected2d.from_conv(hooked, 5)
 
 
 class Doubled(nn.Module):
     def forward(self, x):
         return 2 * x
+
+
+def test_pruned_weights_and_biases_are_those_of_the_next_forward():
+    conv = nn.utils.prune.random_unstructured(nn.Conv2d(2, 3, 3), "weight", 0.5)
+    nn.utils.prune.random_unstructured(conv, "bias", 1)
+    with torch.no_grad():
+        conv.weight_orig.add_(1)
+        conv.bias_orig.add_(1)
+    layer, x = LocallyConnected2d.from_conv(conv, 5), torch.randn(2, 2, 5, 5)
+    torch.testing.assert_close(layer(x), conv(x))
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -223,9 +223,9 @@ def shared_weight() -> nn.Module:
     return model
 
 
-def hooked() -> nn.Module:
+def hooked(kind: str = "forward_hook") -> nn.Module:
     model = nn.Sequential(nn.Conv2d(2, 2, 1))
-    model[0].register_forward_hook(lambda *_: None)
+    getattr(model[0], f"register_{kind}")(lambda *_: None)
     return model
 
 
@@ -283,6 +283,7 @@ def test_convolutions_that_were_not_chosen_may_do_as_they_like():
         (Listed, "reached as modules alone, got conv in stages; use an nn.ModuleList"),
         (shared_weight, "got 0.weight is 1.weight"),
         (hooked, "without hooks, got 0"),
+        (lambda: hooked("full_backward_pre_hook"), "without hooks, got 0"),
         (hidden, "convolutions that are modules, got conv2d called by 1"),
         (Normed, "convolutions that are only called, got weight of conv in use"),
         (Returning, "convolutions that are only called, got weight of conv in use"),
