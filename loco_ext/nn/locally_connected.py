@@ -142,8 +142,8 @@ class LocallyConnectedNd(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``input`` has none.
 
-        The output has the same strides as that of nn.Conv: it is ``channels_last`` if ``input`` is, and then no
-        activations are copied; otherwise it is contiguous, and ``input`` and the output are converted once in each
+        The output is ``channels_last`` if ``input`` is, also with circular padding, where that of nn.Conv is not; then
+        no activations are copied. Otherwise it is contiguous, and ``input`` and the output are converted once in each
         pass.
 
         Raises:
