@@ -218,7 +218,9 @@ def _linear_map(call: AffineCall) -> Any:
 
 def _view(call: AffineCall) -> Tensor:
     x = call.args[0]
-    return call.run(x) if call.shape is None else x.reshape(len(x), *call.shape)
+    if call.shape is None:
+        return call.run(x.contiguous())  # rules may return other strides than the model's operations
+    return x.reshape(len(x), *call.shape)
 
 
 def _along(place: int, name: str, *, several: bool = False, added: int = 0) -> AffineRule:

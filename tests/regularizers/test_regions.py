@@ -49,6 +49,25 @@ def test_functions_and_methods_are_understood_like_modules():
     assert {unit.module for unit in units} <= {"relu()", "max_pool2d()"}
 
 
+class Viewed(nn.Module):
+    """The network "local", by a view of what its locally connected layer returns."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.local, self.rest = modules[0], modules[1:]
+
+    def forward(self, x):
+        return self.rest(self.local(x).view(x.size(0), -1).view(-1, 3, 5, 4))
+
+
+def test_outputs_of_locally_connected_layers_are_viewed_as_in_the_model():
+    model, x = network("local")
+    twin = Viewed(model)
+    torch.testing.assert_close(twin(x), model(x))
+    for measure in (regularizers.region_radius, regularizers.count_regions, regularizers.ROLL(1.0, 0.5)):
+        torch.testing.assert_close(measure(twin, x), measure(model, x))
+
+
 class Counting(nn.Module):
     """A module whose own code counts its calls and draws numbers."""
 
