@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module, check_number, check_seed
 from loco_ext.fx.modules import unwrapped
+from loco_ext.optim.backward import ordinary_gradients
 from loco_ext.regularizers.evaluation import measuring
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -63,7 +64,7 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
         tensor(True)
     """
     parameters, model = _check(model, data), unwrapped(model)
-    with measuring(model, parameters[0].device):
+    with measuring(model, parameters[0].device), ordinary_gradients(model):
         total = _zeros(parameters)
         for value, share in _losses(model, loss, data):
             _add(total, torch.autograd.grad(value, parameters, materialize_grads=True), share)
@@ -104,7 +105,7 @@ def top_hessian_eigenvalue(
     check_count("iterations", iterations, smallest=1)
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    with measuring(model, parameters[0].device):
+    with measuring(model, parameters[0].device), ordinary_gradients(model):
         normal = (torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu") for p in parameters)
         start = [part.to(p.device) for part, p in zip(normal, parameters, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -98,6 +99,20 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
         index, _, _ = _place(optimizer, layer.weight)
         _check_group(optimizer.param_groups[index])
     return StepsInBackward(optimizer, list(layers.values()))
+
+
+@contextmanager
+def ordinary_gradients(model: nn.Module) -> Iterator[None]:
+    """Let no backward inside of the ``with`` step the model's layers: their weights have gradients as all others."""
+    layers = [m for m in model.modules() if isinstance(m, LocallyConnectedNd) and m._backward_step is not None]
+    steps = [layer._backward_step for layer in layers]
+    try:
+        for layer in layers:
+            layer._backward_step = None
+        yield
+    finally:
+        for layer, step in zip(layers, steps, strict=True):
+            layer._backward_step = step
 
 
 class _BackwardStep:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss
 
-from loco_ext import analysis
+from loco_ext import analysis, optim
 from loco_ext import nn as loco_nn
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -206,6 +206,23 @@ def test_compiled_models_and_hooks_of_parameters():
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
     assert measure(model) == expected
     assert measure(torch.compile(model, backend="aot_eager")) == expected
+
+
+def test_layers_that_step_in_backward_are_measured_and_stay_as_they_are():
+    model, shape = network("all")
+    data = batches(shape)
+
+    def measure():
+        found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3)
+        return analysis.gradient_norm(model, cross_entropy, data), *found
+
+    expected, before = measure(), copy.deepcopy(model.state_dict())
+    optim.step_in_backward(optim.SGD(model.parameters(), lr=0.1), model)
+    assert measure() == expected
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    cross_entropy(model(data[0][0]), data[0][1]).backward()
+    assert model[0].weight.grad is None
+    assert not torch.equal(model[0].weight, before["0.weight"])
 
 
 BATCH = (torch.zeros(2, 3), torch.zeros(2, 1))
