@@ -65,7 +65,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
             way = x - baselines[step % len(baselines)]
             point = (x - (1 - (step + 0.5) / steps) * way).requires_grad_()
             logits = of_targets(model(point.clone()), x, targets)  # the model may write to its input
-            (gradient,) = torch.autograd.grad(logits.sum(), point)
+            (gradient,) = torch.autograd.grad(logits.sum(), point, materialize_grads=True)
             total += gradient * way
         return total / steps
 

@@ -98,7 +98,8 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     model = unwrapped(model)
     with measuring(model, x.device):
         images, targets = constant(x).requires_grad_(), constant(targets)
-        (gradient,) = torch.autograd.grad(of_targets(model(images.clone()), x, targets).sum(), images)
+        logits = of_targets(model(images.clone()), x, targets)
+        (gradient,) = torch.autograd.grad(logits.sum(), images, materialize_grads=True)
     variances = x.detach().double().var(0, correction=0)
     return (variances * gradient.double().square().mean(0)).cpu()
 

@@ -112,6 +112,23 @@ def test_models_that_write_to_their_input_are_measured_like_others():
         assert torch.equal(x, before), name
 
 
+class Constant(nn.Module):
+    """A model that ignores its images."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.5, 1.0, -1.0], dtype=F64))
+
+    def forward(self, x):
+        return self.logits.expand(len(x), 3)
+
+
+def test_images_that_a_model_ignores_have_no_importance():
+    x, targets = images()
+    for name in ("permutation", "gradient", "integrated"):
+        assert not MEASURES[name](Constant(), x, targets).any(), name
+
+
 class Drawing(nn.Module):
     def forward(self, x):
         return x + torch.randn_like(x)
