@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softmax
 
 from loco_ext.analysis.target_logits import check_classifier, of_targets
 from loco_ext.argument_checks import check_count, is_int
@@ -112,10 +111,11 @@ def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tens
     ranks = ranks.view(len(x), 1, *x.shape[2:])
     means, model = x.mean((2, 3), keepdim=True), unwrapped(model)
     with measuring(model, x.device), torch.no_grad():
-        left = [_probabilities(model, torch.where(ranks < count, means, x), targets) for count in (0, *counts)]
-    return torch.stack([some / left[0] for some in left[1:]]) if counts else x.new_zeros(0, len(x))
+        left = [_log_probabilities(model, torch.where(ranks < count, means, x), targets) for count in (0, *counts)]
+    return torch.stack([(some - left[0]).exp().to(x.dtype) for some in left[1:]]) if counts else x.new_zeros(0, len(x))
 
 
-def _probabilities(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the probability of each image's target, (N,)."""
-    return of_targets(softmax(model(x), dim=1), x, targets)
+def _log_probabilities(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the logarithm of the probability of each image's target, float64 (N,): the probability may underflow."""
+    logits = model(x)
+    return of_targets(logits, x, targets).double() - logits.double().logsumexp(1)

@@ -73,6 +73,17 @@ def test_the_most_relevant_pixels_are_replaced_by_their_channels_mean():
     assert torch.equal(found[0], torch.ones(5, dtype=F64))
 
 
+def test_probabilities_that_underflow_have_ratios():
+    """The logit of the target is 300 below the other one, and 2 more once its pixel is replaced."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[2.0, 0, 0, 0], [0, 0, 0, 0]]))
+        model[1].bias.copy_(torch.tensor([-300.0, 2.0]))
+    x, targets = torch.tensor([1.0, 0, 0, -1]).view(1, 1, 2, 2), torch.tensor([0])
+    found = ablation_curve(model, x, targets, x, (0, 1))
+    torch.testing.assert_close(found, torch.tensor([[1.0], [math.exp(-2)]]))
+
+
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
