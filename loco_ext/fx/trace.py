@@ -1,5 +1,6 @@
 """Tracing of models with torch.fx."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -36,7 +37,7 @@ def trace(
     Args:
         model: the model, which is not run.
         is_leaf: says which modules stay one call in the graph; None for what torch.fx does, which traces inside all
-            modules but those of torch.nn.
+            modules but those of torch.nn. If the model itself is to stay one, its name in the graph is "the model".
         constants: arguments of the model that become constants, by name.
 
     Raises:
@@ -47,6 +48,8 @@ def trace(
             f"model: expected the forward of its class, which torch.fx traces, got another one set on the "
             f"{type(model).__name__} itself"
         )
+    if is_leaf(model):
+        model = nn.Sequential(OrderedDict({"the model": model}))
     before, tracer = set(vars(model)), _Tracer(is_leaf)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
         return fx.GraphModule(model, graph)

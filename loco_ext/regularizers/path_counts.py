@@ -83,8 +83,8 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
 def _check_operations(model: nn.Module) -> None:
     """Raise TypeError if the model does anything whose paths would be counted wrongly, ValueError if fx cannot tell."""
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
-        graph = trace(model, lambda module: True if type(module) in _WEIGHTED else None)
-    modules = {"": model, **dict(graph.named_modules())}
+        graph = trace(model, lambda module: True if type(module) in (*_WEIGHTED, *_UNCHANGED) else None)
+    modules = {**dict(graph.named_modules()), "": model}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

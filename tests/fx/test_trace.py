@@ -62,6 +62,15 @@ def test_a_forward_that_torch_fx_would_not_trace_is_refused(make):
         trace(model)
 
 
+def test_a_model_that_is_to_stay_one_call_is_the_only_one():
+    model, x = Traced(), torch.randn(2, 4)
+    graph = trace(model, lambda module: isinstance(module, Traced))
+    called = [(node.op, node.target) for node in graph.graph.nodes if node.op != "placeholder"]
+    assert called == [("call_module", "the model"), ("output", "output")]
+    assert graph.get_submodule("the model") is model
+    assert torch.equal(graph(x), model(x))
+
+
 def test_hooks_of_all_modules_are_traced():
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)
     try:

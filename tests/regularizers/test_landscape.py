@@ -6,6 +6,7 @@ from scipy.ndimage import correlate
 from torch import nn
 from torch.func import functional_call, jacrev, stack_module_state, vmap
 
+from loco_ext import nn as loco_nn
 from loco_ext import regularizers
 from tests.regularizers.networks import CLASSES, NETWORKS, images, make
 
@@ -153,6 +154,18 @@ def test_paths_are_counted_one_by_one():
     assert regularizers.path_counts(model, (1, 6))[0].tolist() == (counts / 2).tolist()
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv1d(1, 2, 3), loco_nn.LocallyConnected1d(1, 2, 3, input_size=5), nn.Linear(5, 3), nn.Dropout(), nn.ReLU()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_layer_alone_is_a_model(layer):
+    assert torch.equal(regularizers.path_counts(layer, (1, 5)), regularizers.path_counts(nn.Sequential(layer), (1, 5)))
+    x = torch.rand(3, 1, 5) + 0.5
+    for measure in (regularizers.region_radius, regularizers.count_regions):
+        torch.testing.assert_close(measure(layer.eval(), x), measure(nn.Sequential(layer), x))
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_paths_of_compiled_parts_are_counted():
     model = stack()
@@ -183,7 +196,13 @@ def test_paths_of_branches_add_up():
     assert regularizers.path_counts(nn.Sequential(model, nn.Linear(6, 1)), (3,)).tolist() == [9.0] * 3
 
 
+def hooked(model):
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
 COUNTED_WRONGLY = {
+    "hooks, got some at the model itself": lambda: hooked(nn.Sequential(nn.Linear(3, 3))),
     r"max_pool1d\(\)": lambda: Code(lambda x: nn.functional.max_pool1d(x, 2)),
     r"sigmoid\(\)": lambda: Code(torch.sigmoid),
     r"mul\(\)": lambda: Code(lambda x: x * 3),
