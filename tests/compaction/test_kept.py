@@ -72,17 +72,20 @@ def test_models_without_a_graph_keep_their_channels_and_are_cropped(function: Ca
 
 def test_what_is_not_understood_is_kept_and_named() -> None:
     def function(net: Network, x: Tensor) -> Tensor:
-        x = net.hooked(net.twice(net.twice(x)))
+        x = net.watched(net.hooked(net.twice(net.twice(x))))
         return net.last(torch.fft.fft2(x).real.softmax(1))
 
-    layers = {"twice": nn.Conv2d(4, 4, 3, padding=1), "hooked": nn.Conv2d(4, 4, 3), "last": nn.Conv2d(4, 4, 1)}
+    layers = {"twice": nn.Conv2d(4, 4, 3, padding=1), "hooked": nn.Conv2d(4, 4, 3)}
+    layers |= {"watched": nn.Conv2d(4, 4, 1), "last": nn.Conv2d(4, 4, 1)}
     model = strike(Network(function, **layers), 2).double().eval()
     model.hooked.register_forward_hook(lambda module, x, y: y * 2)
+    model.watched.register_full_backward_pre_hook(lambda module, gradient: None)
     x = torch.randn(2, 4, 8, 8).double()
     network, report = compacted(model, x)
     same(network, model, x)
     assert "called more than once" in report.notes["twice"]
     assert "hooks" in report.notes["hooked"]
+    assert "hooks" in report.notes["watched"]
     assert "softmax" in report.notes
     assert "fft_fft2" in report.notes
 

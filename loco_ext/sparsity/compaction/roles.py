@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import has_forward_hooks
+from loco_ext.fx.modules import is_hooked
 from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, operation
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
@@ -101,7 +101,7 @@ class GraphInfo:
         module = self.module(node)
         if module is None:
             return None
-        if has_forward_hooks(module) or module._backward_hooks:
+        if is_hooked(module):
             return "it has hooks"
         if not any(True for _ in (*module.parameters(), *module.buffers())):
             return None
