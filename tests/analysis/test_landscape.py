@@ -92,7 +92,8 @@ def test_many_batches_in_half_precision_add_up(dtype):
     torch.manual_seed(3)
     model = nn.Linear(4, 3).to(dtype)
     x, y = torch.rand(400, 4).to(dtype), torch.zeros(400, dtype=torch.int64)
-    exact, whole, data = copy.deepcopy(model).double(), [(x.double(), y)], list(zip(x.split(1), y.split(1), strict=True))
+    data = list(zip(x.split(1), y.split(1), strict=True))
+    exact, whole = copy.deepcopy(model).double(), [(x.double(), y)]
     expected = analysis.gradient_norm(exact, cross_entropy, whole)
     assert analysis.gradient_norm(model, cross_entropy, data) == pytest.approx(expected, rel=0.01)
     (expected, *_), (found, *_) = (
