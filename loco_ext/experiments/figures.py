@@ -21,7 +21,12 @@ def save(record: Record, out: Path) -> None:
     """Write ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
     for name, figure in filters_left(record):
         write(figure, out / f"{name}.png")
-    write(errors({"": by_tau(record)}, record["paths"][0]["macs"]), out / "errors.png")
+    write(errors({"": by_tau(record)}, dense_path(record)["macs"]), out / "errors.png")
+
+
+def dense_path(record: Record) -> Record:
+    """Return the path that starts from the network with the most MACs, whatever the order of the widths."""
+    return max(record["paths"], key=lambda path: path["macs"])
 
 
 def filters_left(record: Record) -> Iterator[tuple[str, Figure]]:

@@ -355,6 +355,7 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
     headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "filters", "ms"]
+    dense = figures.dense_path(record)["macs"]
     cells = []
     for path in record["paths"]:
         for point in path["points"]:
@@ -366,7 +367,7 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                     f"{point['tau']:g}",
                     f"{figures.error(point):.2f}%",
                     f"{point['macs']:,}",
-                    f"{point['macs'] / record['paths'][0]['macs']:.1%}",
+                    f"{point['macs'] / dense:.1%}",
                     str(live),
                     "" if None in times else " -> ".join(f"{1e3 * time:.2f}" for time in times),
                 ]

@@ -67,7 +67,7 @@ def accuracy_by_cost(runs: list[Run]) -> list[Plot]:
         for run in found:
             for label, points in figures.by_tau(run.content).items():
                 series[label if len(found) == 1 else f"{label}, {one_line(run.name)}"] = points
-        dense = max(run.content["paths"][0]["macs"] for run in found)
+        dense = max(figures.dense_path(run.content)["macs"] for run in found)
         alt = "Test error in percent by multiply-accumulates of " + ", ".join(series)
         plots.append(plot(f"Test error by cost, {title}", alt, figures.errors({"": series}, dense)))
     return plots

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loco_ext.errors import UserError
+from loco_ext.experiments.figures import dense_path
 from loco_ext.experiments.records import Record
 from loco_ext.experiments.regions import best
 from loco_ext.input import open_regular
@@ -239,12 +240,13 @@ def _experiment(name: str, metrics: Callable[[Record], dict[str, Any]]) -> _Kind
 
 def _frontier(record: Record) -> dict[str, Any]:
     points = [point for path in record["paths"] for point in path["points"]]
+    dense = dense_path(record)
     accuracies = [_number((point["refitted"] or point["metrics"])["accuracy"]) for point in points]
     return {
         "networks": len(points),
-        "dense_accuracy": record["paths"][0]["metrics"]["accuracy"],
+        "dense_accuracy": dense["metrics"]["accuracy"],
         "best_accuracy": max(accuracy for accuracy in accuracies if accuracy is not None),
-        "dense_macs": record["paths"][0]["macs"],
+        "dense_macs": dense["macs"],
         "least_macs": min(point["macs"] for point in points),
     }
 

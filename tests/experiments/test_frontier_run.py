@@ -204,7 +204,7 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
                 [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
             )
         ),
-        slow((["--method", "width", "--widths", "0.5,0.25", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
+        slow((["--method", "width", "--widths", "0.25,0.5", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)])),
         slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],
@@ -219,7 +219,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]
     assert (record["training_samples"], record["test_samples"]) == (100, 997)
-    assert [path["width"] for path in record["paths"]] == ([0.5, 0.25] if width_only else [0.25])
+    assert [path["width"] for path in record["paths"]] == ([0.25, 0.5] if width_only else [0.25])
     found = [point for path in record["paths"] for point in path["points"]]
     assert all(path.keys() == PATH for path in record["paths"])
     assert all(point.keys() == POINT for point in found)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from loco_ext.checkpoints import save_weights
 from loco_ext.cli import main
-from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
+from loco_ext.experiments import curves, efcn_figures, figures, frontier, landscapes_figures, region_pictures
 from loco_ext.report import content
+from loco_ext.report.experiments import accuracy_by_cost
 from loco_ext.report.page import MARK
 from loco_ext.report.runs import Run, find
 from loco_ext.report.training import filters, learning_curves
@@ -293,6 +294,23 @@ def test_lines_with_places_of_their_own_have_a_row_for_each_point():
 
 def point(macs, accuracy):
     return {"macs": macs, "refitted": None, "metrics": {"accuracy": accuracy}}
+
+
+def test_the_widest_network_is_the_dense_one_in_any_order_of_the_widths(tmp_path, monkeypatch):
+    rest = {"strength": 0.0, "tau": 0.0, "kernels": {"0": [0, 4]}, "latency_before": None, "latency_after": None}
+    found = [(0.5, point(300, 0.7)), (1.0, point(1000, 0.8)), (0.25, point(100, 0.75))]
+    paths = [{"width": width, **each, "points": [each | rest]} for width, each in found]
+    record = {"settings": {"method": "width"}, "paths": paths, "versions": {}, "device": "cpu"}
+    (tmp_path / "frontier.json").write_text(json.dumps(record))
+    ((run,), _) = find([tmp_path])
+    assert (run.metrics["dense_macs"], run.metrics["dense_accuracy"]) == (1000, 0.8)
+    header, rows = frontier.rows(record)
+    assert [row[header.index("of dense")] for row in rows] == ["30.0%", "100.0%", "10.0%"]
+    drawn, errors = [], figures.errors
+    monkeypatch.setattr(figures, "errors", lambda panels, dense: drawn.append(dense) or errors(panels, dense))
+    figures.save(record, tmp_path)
+    accuracy_by_cost([run])
+    assert drawn == [1000, 1000]
 
 
 @pytest.mark.slow
