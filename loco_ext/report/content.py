@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from matplotlib.lines import Line2D
 
 DOTS = 110  # per inch of a figure
 LEAST, MOST = 54, 96  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
+UNNAMED = re.compile(r"_child\d+")  # matplotlib's labels of lines without one
 
 
 class Table(NamedTuple):
@@ -81,7 +83,7 @@ def numbers(figure: Figure) -> list[Table]:
         if axes.get_label() == "<colorbar>":
             continue
         caption = ", ".join(filter(None, (axes.get_title(), axes.get_ylabel())))
-        if lines := [line for line in axes.lines if not str(line.get_label()).startswith("_")]:
+        if lines := [line for line in axes.lines if not UNNAMED.fullmatch(str(line.get_label()))]:
             tables.append(_of_lines(axes, lines, caption))
         tables += [_of_image(image.get_array(), caption) for image in axes.images]
     return tables

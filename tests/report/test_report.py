@@ -236,6 +236,15 @@ def test_runs_on_other_data_are_no_seeds_of_one_setting(runs, tmp_path):
     assert [name for name in accuracy.tables[0].headers if "data_digest 0123456789ab" in name]
 
 
+def test_runs_whose_names_begin_with_an_underscore_have_numbers(tmp_path):
+    epochs = [{f"{samples}_{what}": 0.5 for samples in ("train", "test") for what in ("accuracy", "loss")}]
+    names = ("_a", "_child0")
+    found = [Run(tmp_path / name, {}, {}, {}, epochs=epochs, name=name, command="train") for name in names]
+    accuracy, _ = learning_curves(found).plots
+    (table,) = accuracy.tables
+    assert set(table.headers) >= {f"{name}, {samples}" for name in names for samples in ("train", "test")}
+
+
 DAMAGES = {
     "frontier.json": ("{", "frontier.json: expected JSON"),
     "efcn.json": ('{"settings": {}}', "expected the files of loco-ext efcn (KeyError: "),
