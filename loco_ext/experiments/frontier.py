@@ -15,7 +15,6 @@ is this package's method. "width" is the baseline for both: the base architectur
 factor.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from typer import Option
 
@@ -329,26 +329,24 @@ def fold(model: nn.Module) -> None:
 def filter_norms(model: nn.Module) -> dict[str, float]:
     """Return the means of ``||k||`` and of ``||k|| |gamma| / sigma`` over the filters ``k`` that are not zero.
 
-    gamma is the scale and sigma the running standard deviation of the batch norm behind the convolution; both are 1
-    where there is none. The scale of a filter does not matter before a normalisation, so the second product is
-    unchanged when a penalty only shrinks the weights. The means are NaN where all filters are zero.
+    gamma is the scale and sigma the running standard deviation of the batch norm that reads the convolution alone; both
+    are 1 where there is none. The scale of a filter does not matter before a normalisation, so the second product is
+    unchanged when a penalty only shrinks the weights. The means are NaN where all filters are zero, and the second one
+    where torch.fx cannot trace the model.
     """
-    norms, effective = [], []
-    modules = list(model.modules())
-    following: dict[nn.Module, nn.Module] = dict(itertools.pairwise(modules))
-    for module in convolutions(model).values():
-        norm = module.weight.detach().flatten(1).norm(dim=1).double()
-        behind, scale = following.get(module), torch.ones_like(norm)
-        # Compaction may have split a convolution into parts, which have no normalisation of their own.
-        if (
-            isinstance(behind, nn.BatchNorm2d)
-            and behind.running_var is not None
-            and len(behind.running_var) == len(norm)
-        ):
-            scale = behind.weight.abs() / (behind.running_var + behind.eps).sqrt()
-        norms.append(norm[norm > 0])
-        effective.append((norm * scale)[norm > 0])
-    return {"weight_norm": torch.cat(norms).mean().item(), "effective_norm": torch.cat(effective).mean().item()}
+    norms = {module: module.weight.flatten(1).norm(dim=1).double() for module in convolutions(model).values()}
+    effective = dict(norms)
+    try:
+        for module, norm in convolutions_and_norms(model).values():
+            if norm is not None and norm.running_var is not None:
+                effective[module] = norms[module] * (norm.weight.abs() / (norm.running_var + norm.eps).sqrt())
+    except ValueError:
+        effective = {module: norm * math.nan for module, norm in norms.items()}
+
+    def mean(values: dict[_ConvNd, Tensor]) -> float:
+        return torch.cat([values[module][norm > 0] for module, norm in norms.items()]).mean().item()
+
+    return {"weight_norm": mean(norms), "effective_norm": mean(effective)}
 
 
 def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

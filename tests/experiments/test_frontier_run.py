@@ -164,10 +164,17 @@ def test_only_norms_that_read_a_convolution_alone_are_folded():
     for _ in range(5):
         model(x)
     expected = model.eval()(x)
+    effective = frontier.filter_norms(model)["effective_norm"]
     frontier.fold(model)
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    folded = frontier.filter_norms(model)["weight_norm"]
+    assert folded == pytest.approx(effective)
     kinds = [type(norm) for norm in (model.norm1, model.norm2, model.norm3)]
     assert kinds == [nn.BatchNorm2d, nn.BatchNorm2d, nn.Identity]
+    model.forward = lambda x: x if x.sum() > 0 else OtherOrder.forward(model, x)  # which torch.fx cannot trace
+    norms = frontier.filter_norms(model)
+    assert norms["weight_norm"] == folded
+    assert math.isnan(norms["effective_norm"])
 
 
 def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone():
