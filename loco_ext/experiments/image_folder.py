@@ -19,7 +19,8 @@ def image_folder(folder: Path, size: int) -> tuple[Samples, Samples, tuple[str, 
     """Read ``train/CLASS/*.png`` and ``val/CLASS/*.png`` or, where there is no ``val``, ``test/CLASS/*.png``.
 
     Args:
-        folder: holds these folders. Hidden files and files whose suffix is not in SUFFIXES are skipped.
+        folder: holds these folders. Hidden files, files in hidden folders and files whose suffix is not in SUFFIXES are
+            skipped.
         size: images are resized so that their shorter side has ``size`` pixels, then centre-cropped.
 
     Returns:
@@ -50,8 +51,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
-    files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).rglob("*"))]
-    files = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
+    files = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
     missing = set(range(len(classes))) - {label for _, label in files} if folder.name == "train" else set()
     if missing or not files:
         empty = folder / classes[min(missing)] if missing else folder
@@ -68,6 +68,12 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
             image.copy_(torch.from_numpy(_read(path, size)).permute(2, 0, 1))
             progress.update()
     return Samples(images, torch.tensor([label for _, label in files]))
+
+
+def _images(folder: Path) -> list[Path]:
+    """Return the files of a class that are images by their names, in all folders below that are not hidden."""
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES)
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _read(path: Path, size: int) -> np.ndarray:

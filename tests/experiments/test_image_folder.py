@@ -27,6 +27,7 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
     write(folder / "train" / "cat" / "a.png", pixels)
     (folder / "train" / "cat" / ".hidden.png").write_text("")
+    write(folder / "train" / "cat" / ".thumbnails" / "deep" / "g.png", pixels)
     (folder / "train" / "cat" / "notes.txt").write_text("")
     write(folder / "test" / "cat" / "f.png", pixels)  # val takes precedence over test
     found = data.load("folder", folder, 4)
