@@ -118,11 +118,10 @@ def _trained(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
     if not path.is_dir():
         return _with_weights(setting, dataset, path)
     trained = read_trained(path, own=setting.model)
-    wanted, found = (
-        f"{each.classes} classes and images of {each.channels}x{each.size}x{each.size}" for each in (dataset, trained)
-    )
+    wanted, found = f"{dataset.name}, {dataset.images}", f"{trained.data}, {trained.images}"
     if found != wanted:
         raise SettingsError(f"{path}: expected a network for {wanted}, got one for {found}")
+    trained.note_other_images(dataset)
     return trained.model
 
 

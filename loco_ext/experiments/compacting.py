@@ -7,7 +7,7 @@ model.onnx         where asked for
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext import sparsity
-from loco_ext.experiments.data import CLASSES, DATA, Dataset, load
+from loco_ext.experiments.data import CLASSES, DATA, Dataset, images_text, load
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
@@ -25,7 +25,7 @@ from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import check_results, owned
-from loco_ext.output import write_json
+from loco_ext.output import note, write_json
 
 FILES = ("report.json", "manifest.json", "model.safetensors")
 # Channels, and height = width, of the images of each data set.
@@ -51,7 +51,7 @@ class Compacted:
 class Trained:
     """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images.
 
-    ``settings`` are those of its run, and ``class_names`` those of its data; there are none of a checkpoint.
+    ``settings`` are those of its run, ``class_names`` and ``digest`` those of its data; there are none of a checkpoint.
     """
 
     model: nn.Module
@@ -62,6 +62,7 @@ class Trained:
     classes: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
+    digest: str | None = None
 
     @property
     def images(self) -> str:
@@ -69,7 +70,7 @@ class Trained:
         return images_text(self.channels, self.size, self.classes, self.class_names)
 
     def load_data(self, folder: Path | None) -> Dataset | None:
-        """Return its data set, or None where that needs files and ``folder`` is None.
+        """Return its data set, or None where that needs files and ``folder`` is None; say so if its images are others.
 
         Raises:
             DataError: files cannot be read, or the images have another shape or other classes.
@@ -77,20 +78,18 @@ class Trained:
         if folder is None and self.data != "digits":
             return None
         dataset = load(self.data, folder, self.size)
-        found = images_text(dataset.channels, dataset.size, dataset.classes, dataset.class_names)
-        if found != self.images:
-            raise DataError(f"folder: expected {self.images}, as for the training, got {found}")
+        if dataset.images != self.images:
+            raise DataError(f"folder: expected {self.images}, as for the training, got {dataset.images}")
+        self.note_other_images(dataset)
         return dataset
 
-
-def images_text(channels: int, size: int, classes: int, class_names: Sequence[str]) -> str:
-    """Return the shape and the classes of images as text; a data set of a fixed name has no names of classes.
-
-    >>> images_text(3, 32, 2, ("cat", "dog"))
-    'images of 3x32x32 in 2 classes (cat, dog)'
-    """
-    names = f" ({', '.join(class_names)})" if class_names else ""
-    return f"images of {channels}x{size}x{size} in {classes} classes{names}"
+    def note_other_images(self, dataset: Dataset) -> None:
+        """Say so if the network was trained on other images: a data set is normalised by its own training images."""
+        if self.digest not in (None, dataset.description["digest"]):
+            note(
+                "The trained network was trained on other images; these are normalised by their own mean and standard "
+                "deviation"
+            )
 
 
 def read_trained(path: Path, name: str | None = None, data: str | None = None, *, own: str | None = None) -> Trained:
@@ -106,9 +105,9 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
     """
     settings: Mapping[str, Any] = {}
     images: tuple[int, int, int] | None = None
-    class_names: tuple[str, ...] = ()
+    known: dict[str, Any] = {}
     if path.is_dir():
-        settings, images, class_names = _recorded(path / "settings.json")
+        settings, images, known = _recorded(path / "settings.json")
         recorded = settings.get("model")
         if name is None and isinstance(recorded, str) and is_own(recorded) and recorded != own:
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
@@ -132,7 +131,7 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
     width = {"width": settings["width"]} if kind.scalable and "width" in settings else {}
     model = kind.make(channels, classes, size, **width)
     load_weights(model, path)
-    return Trained(model.eval(), name, data, channels, size, classes, settings, class_names)
+    return Trained(model.eval(), name, data, channels, size, classes, settings, **known)
 
 
 def compact(
@@ -192,13 +191,14 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
         write_json(out / "report.json", facts | compacted.to_dict())
 
 
-def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], tuple[str, ...]]:
-    """Return the settings of a run, channels, size and classes of its images, and the names of the classes."""
+def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], dict[str, Any]]:
+    """Return the settings of a run, channels, size and classes of its images, and what else is known of them."""
     try:
         record = json.loads(path.read_text())
         channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))
         class_names = tuple(map(str, record["dataset"].get("class_names", ())))
-        return {**record["settings"]}, (channels, size, classes), class_names
+        known = {"class_names": class_names, "digest": record["dataset"].get("digest")}
+        return {**record["settings"]}, (channels, size, classes), known
     except FileNotFoundError:
         raise SettingsError(f"{path.parent}: expected the folder of a run, found no settings.json in it") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

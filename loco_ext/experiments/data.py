@@ -1,7 +1,7 @@
 """The data sets that experiments train on, by name."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,11 @@ class Dataset:
         """Height and width of the images."""
         return self.train.images.shape[-1]
 
+    @property
+    def images(self) -> str:
+        """Shape and classes of the images, as text."""
+        return images_text(self.channels, self.size, self.classes, self.class_names)
+
     @cached_property
     def description(self) -> dict[str, Any]:
         """Return the properties that a training depends on, as plain data; ``digest`` covers all pixels and labels."""
@@ -97,6 +102,16 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
         train, test, class_names = image_folder(folder, image_size or IMAGE_SIZE)
         return Dataset(name, train, test, len(class_names), augmented=True, class_names=class_names)
     return Dataset(name, *READERS[name](folder), classes=CLASSES[name], augmented=True)
+
+
+def images_text(channels: int, size: int, classes: int, class_names: Sequence[str]) -> str:
+    """Return the shape and the classes of images as text; a data set of a fixed name has no names of classes.
+
+    >>> images_text(3, 32, 2, ("cat", "dog"))
+    'images of 3x32x32 in 2 classes (cat, dog)'
+    """
+    names = f" ({', '.join(class_names)})" if class_names else ""
+    return f"images of {channels}x{size}x{size} in {classes} classes{names}"
 
 
 def digits() -> tuple[Samples, Samples]:

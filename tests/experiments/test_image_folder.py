@@ -1,12 +1,18 @@
 """Folders of the user's own images: the files that are read, their pixels, and errors for unreadable ones."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from loco_ext.experiments import compacting, data
+from loco_ext.checkpoints import save_weights
+from loco_ext.cli import main
+from loco_ext.commands import train
+from loco_ext.experiments import compacting, data, models
 from loco_ext.experiments.data import DataError
+from tests.experiments.runs import quick
 
 
 def write(path, pixels):
@@ -48,6 +54,35 @@ def test_a_network_is_measured_on_the_classes_that_it_was_trained_on_alone(folde
     assert trained[0].load_data(folder).class_names == ("ant", "cat")
     with pytest.raises(DataError, match=r"folder: expected images of 3x4x4 in 2 classes \(a, b\), as for the training"):
         trained[1].load_data(folder)
+
+
+@pytest.fixture
+def trained(folder):
+    """Write what is read of a run on the images of ``folder`` and on others; return its folder."""
+    run = folder / "run"
+    run.mkdir()
+    description = data.load("folder", folder, 8).description
+    record = {"settings": {"model": "small", "data": "folder"}, "dataset": description}
+    (run / "settings.json").write_text(json.dumps(record))
+    save_weights(run / "model.safetensors", models.small_cnn(3, 2).state_dict())
+    return run
+
+
+def test_a_teacher_was_trained_on_the_same_classes(folder, trained, capsys):
+    for part in ("train", "val"):
+        (folder / part / "cat").rename(folder / part / "dog")
+    line = ["train", "--model", "small", "--data", str(folder), "--image-size", "8", "--teacher", str(trained)]
+    assert main([*line, "--out", str(folder / "out")]) == 2
+    wanted, found = (f"folder, images of 3x8x8 in 2 classes (ant, {name})" for name in ("dog", "cat"))
+    assert f"--teacher: {trained}: expected a network for {wanted}, got one for {found}" in capsys.readouterr().err
+
+
+def test_images_that_are_not_those_of_the_training_are_said_to_be_others(folder, trained, capsys):
+    for notes in (0, 1):
+        dataset = compacting.read_trained(trained).load_data(folder)
+        train._trained(quick(data="folder", image_size=8), dataset, trained)
+        assert capsys.readouterr().err.count("The trained network was trained on other images") == 2 * notes
+        write(folder / "train" / "cat" / "a.png", np.full((4, 4, 3), 77, np.uint8))
 
 
 def test_other_images_are_resized_and_cropped_around_their_centre(folder):
