@@ -134,6 +134,11 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def unfinished(path: Path) -> bool:
+    """Return whether a process was killed while it was replacing the file ``path``."""
+    return any(path.parent.glob(f".{path.name}.*.part"))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of killed processes; no other process may be writing to ``folder``."""
     for path in folder.glob(".*.part"):

@@ -2,7 +2,7 @@
 
 model.safetensors  the smaller network's tensors
 manifest.json      its graph, see sparsity.save
-report.json        layers, MACs, latency; accuracies where the data are at hand
+report.json        layers, MACs, latency; accuracies where the data are at hand; it comes after those
 model.onnx         where asked for
 """
 
@@ -25,7 +25,7 @@ from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import check_results, owned
-from loco_ext.output import note, write_json
+from loco_ext.output import json_text, note, replacing, unfinished
 
 FILES = ("report.json", "manifest.json", "model.safetensors")
 # Channels, and height = width, of the images of each data set.
@@ -171,7 +171,8 @@ def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:
 
 def check_folder(out: Path) -> None:
     """Raise UserError if ``out`` has results of something else than compaction, which would be replaced."""
-    check_results(out, FILES if (out / "report.json").exists() else ())
+    report = out / "report.json"
+    check_results(out, FILES if report.exists() or unfinished(report) else ())
 
 
 def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> None:
@@ -179,16 +180,21 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
 
     Raises:
         OSError: ``out`` cannot be written to, or another process is writing to it.
+        ModelFileError: the network cannot be saved; or it cannot be exported to ONNX, and the other files are written.
     """
     device_type = next(trained.model.parameters()).device.type
     facts = {"model": trained.name, "data": trained.data, "device": device_type, **provenance()}
+    report, exported = out / "report.json", out / "model.onnx"
     with owned(out):
-        sparsity.save(compacted.network, out, compacted.report)
+        if report.exists():
+            exported.unlink(missing_ok=True)  # it is of the network that is replaced
+        with replacing(report) as temporary:  # by which check_folder knows the folder of a killed process
+            temporary.write_text(json_text(facts | compacted.to_dict(), 2) + "\n")
+            sparsity.save(compacted.network, out, compacted.report)
         if onnx:
             device = next(compacted.network.parameters()).device
             images = torch.zeros(2, trained.channels, trained.size, trained.size, device=device)
-            sparsity.export_onnx(compacted.network, images, out / "model.onnx")
-        write_json(out / "report.json", facts | compacted.to_dict())
+            sparsity.export_onnx(compacted.network, images, exported)
 
 
 def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], dict[str, Any]]:

@@ -89,7 +89,7 @@ CASES = {
         "--teacher nowhere.pt": "--teacher: nowhere.pt: ",
         "--teacher empty": "--teacher: empty: expected the folder of a run, found no settings.json in it",
         "--teacher own": "--teacher: model: expected my_networks:make, as for the training",
-        "--teacher other": "--teacher: other: expected a network for digits, images of 1x8x8 in 10 classes, got one for",
+        "--teacher other": "--teacher: other: expected a network for digits, images of 1x8x8 in 10 classes, got one",
         "--teacher weights.pt --model plain8": "--teacher: weights.pt: weights of another network",
         "--teacher weights.pt --distillation 1.5": "--distillation: expected at most 1",
         "--teacher weights.pt --distillation nan": "--distillation: expected at most 1",
