@@ -3,7 +3,7 @@
 start/             the smaller network before it is trained on, see sparsity.save
 shrink.json        what it was made of and how; it is written after start/, so that a run that was killed resumes
 training/          the run that trains it on, see loco_ext.experiments.run
-model.safetensors, manifest.json, report.json, model.onnx      as of loco_ext.experiments.compacting
+model.safetensors, manifest.json, report.json      as of loco_ext.experiments.compacting
 """
 
 import math
