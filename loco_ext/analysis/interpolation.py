@@ -164,12 +164,15 @@ def _draw(point: State, before: State, after: State, stiffness: float) -> None:
 
 
 def _check_alike(first: nn.Module, second: nn.Module) -> None:
-    shapes, others = ({name: tuple(t.shape) for name, t in _tensors(model).items()} for model in (first, second))
-    for name in shapes | others:
-        if shapes.get(name) != others.get(name):
+    tensors, others = map(_tensors, (first, second))
+    for name in tensors | others:
+        expected, got = (
+            "none" if (t := found.get(name)) is None else f"{t.dtype} of shape {tuple(t.shape)}"
+            for found in (tensors, others)
+        )
+        if got != expected:
             raise ValueError(
-                f"second: expected the parameters and buffers of first, got {name} of shape {others.get(name)} for "
-                f"{shapes.get(name)}"
+                f"second: expected the parameters and buffers of first, got {got} for {expected} in {name}"
             )
     for (name, pattern), (_, other) in zip(_patterns(first), _patterns(second), strict=True):
         if not (

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from loco_ext.analysis.target_logits import check_classifier, of_targets
+from loco_ext.analysis.target_logits import check_classifier, gradients_of_targets, of_targets
 from loco_ext.argument_checks import check_count
 from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import constant, measuring
@@ -97,9 +97,7 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     check_classifier(model, x, targets)
     model = unwrapped(model)
     with measuring(model, x.device):
-        images, targets = constant(x).requires_grad_(), constant(targets)
-        logits = of_targets(model(images.clone()), x, targets)
-        (gradient,) = torch.autograd.grad(logits.sum(), images, materialize_grads=True)
+        gradient = gradients_of_targets(model, x, constant(targets))
     variances = x.detach().double().var(0, correction=0)
     return (variances * gradient.double().square().mean(0)).cpu()
 

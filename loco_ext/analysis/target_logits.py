@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_module
-from loco_ext.regularizers.evaluation import check_images, check_logits
+from loco_ext.regularizers.evaluation import check_images, check_logits, constant
 
 
 def check_classifier(model: nn.Module, x: Tensor, targets: Any) -> None:
@@ -27,3 +27,13 @@ def of_targets(values: Tensor, x: Tensor, targets: Tensor) -> Tensor:
     if not ((targets >= 0) & (targets < classes)).all():
         raise ValueError(f"targets: expected classes from 0 to {classes - 1}, got others")
     return values.gather(1, targets[:, None])[:, 0]
+
+
+def gradients_of_targets(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of each image's logit at its target in the image, (N, C, H, W)."""
+    images = constant(x).requires_grad_()
+    logits = of_targets(model(images.clone()), x, targets)  # the model may write to its input
+    if not logits.requires_grad:
+        raise ValueError("model: expected an output that can be differentiated, got one without a gradient")
+    (gradients,) = torch.autograd.grad(logits.sum(), images, materialize_grads=True)
+    return gradients

@@ -215,8 +215,9 @@ DATA = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]
     [
         ({"first": 3}, TypeError, "first: expected a module, got int"),
         ({"second": None}, TypeError, "second: expected a module, got NoneType"),
-        ({"second": nn.Linear(3, 5)}, ValueError, r"second: .* got weight of shape \(5, 3\) for \(4, 3\)"),
-        ({"second": nn.Linear(3, 4, bias=False)}, ValueError, "second: .* got bias of shape None for"),
+        ({"second": nn.Linear(3, 5)}, ValueError, r"second: .* shape \(5, 3\) for .* shape \(4, 3\) in weight"),
+        ({"second": nn.Linear(3, 4, bias=False)}, ValueError, "second: .* got none for torch.float32 .* in bias"),
+        ({"second": nn.Linear(3, 4).double()}, ValueError, "second: .* got torch.float64 .* for torch.float32 .*"),
         ({"points": 1}, ValueError, "points: expected at least 2, got 1"),
         ({"points": 2.5}, TypeError, "points: expected an int, got 2.5"),
         ({"method": "curved"}, ValueError, "method: expected one of 'linear', 'string', 'outputs', got 'curved'"),

@@ -127,6 +127,9 @@ def test_images_that_a_model_ignores_have_no_importance():
     x, targets = images()
     for name in ("permutation", "gradient", "integrated"):
         assert not MEASURES[name](Constant(), x, targets).any(), name
+    for name in ("gradient", "integrated"):
+        with pytest.raises(ValueError, match="model: expected an output that can be differentiated"):
+            MEASURES[name](Constant().requires_grad_(False), x, targets)
 
 
 class Drawing(nn.Module):
