@@ -171,9 +171,7 @@ def _check_alike(first: nn.Module, second: nn.Module) -> None:
             for found in (tensors, others)
         )
         if got != expected:
-            raise ValueError(
-                f"second: expected the parameters and buffers of first, got {got} for {expected} in {name}"
-            )
+            raise ValueError(f"second: expected parameters and buffers as in first, got {got} for {expected} in {name}")
     for (name, pattern), (_, other) in zip(_patterns(first), _patterns(second), strict=True):
         if not (
             torch.equal(pattern.crow_indices, other.crow_indices)
