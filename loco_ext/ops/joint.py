@@ -82,7 +82,8 @@ def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:
     ratios, order = torch.where(counts, norms / q, -1.0).sort(descending=True)
     q, norms = q[order], norms[order]
     factors = 2 * (q * norms).cumsum(0) / (1 + 2 * q.square().cumsum(0))
-    remain = (ratios > factors).sum()
+    # The strongest filter always remains, though rounding may hide how little it exceeds a factor of large q.
+    remain = (ratios > factors).sum().clamp(min=min(1, len(q)))
     return pad(factors, (1, 0)).gather(0, remain.view(1)).squeeze(0)
 
 

@@ -96,6 +96,8 @@ class FoldedPenalty(Penalty):
     def prox(self, weight: Tensor, step: float) -> tuple[Tensor, Tensor]:
         """Return both factors after a step of the penalty alone; the arguments and the norm are not changed.
 
+        The results have no gradients, also under torch.func.
+
         Args:
             weight: the convolution's weight.
             step: size of the corresponding gradient step, in either factor; finite and at least 0.

@@ -73,6 +73,8 @@ class _GroupPenalty(Penalty):
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
         """Return ``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d is ``metric``, or ones.
 
+        The result has no gradient, also under torch.func.
+
         Args:
             weight: a convolution's weight; it is not changed.
             step: size of the corresponding gradient step, finite and at least 0.

@@ -64,7 +64,7 @@ def ring_prox(
         squared: as ``thresholds`` and of the same shape (eq. 33 of the draft); None: zeros.
 
     Returns:
-        A tensor like ``weight``. Rings that vanish are exactly zero.
+        A tensor like ``weight``, without a gradient, also under torch.func. Rings that vanish are exactly zero.
 
     Raises:
         TypeError, ValueError: the message names the argument, what was expected and what it got.

@@ -86,7 +86,8 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
         penalty: its strength is ignored; ``power=1``.
 
     Returns:
-        Strengths by module name; :func:`loco_ext.sparsity.frontier` starts from the largest.
+        Strengths by module name, 0 for a convolution that the loss does not depend on;
+        :func:`loco_ext.sparsity.frontier` starts from the largest.
 
     Raises:
         TypeError, ValueError: as for :func:`dual_norm`; the model has no convolutions, or one whose weight a
@@ -102,17 +103,22 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
     """
     check_plain(model)
     _check_power(penalty)
-    model = copy.deepcopy(model)
+    with torch.inference_mode(False), torch.enable_grad():
+        return _max_strength(copy.deepcopy(model), loss, penalty)
+
+
+def _max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
+    """Return the strengths of a model whose weights may be changed."""
     layers = convolutions(model)
     if not layers:
         raise ValueError("model: expected at least one convolution, found none")
     strengths = {}
     for name, module in layers.items():
-        weight = module.weight
+        weight = module.weight.requires_grad_()
         value = weight.detach().clone()
         with torch.no_grad():
             weight.zero_()
-        (gradient,) = torch.autograd.grad(loss(model), weight)
+        (gradient,) = torch.autograd.grad(loss(model), weight, materialize_grads=True)
         with torch.no_grad():
             weight.copy_(value)
         strengths[name] = dual_norm(penalty, gradient)

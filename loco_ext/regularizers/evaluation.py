@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loco_ext.argument_checks import check_module, check_tensor
 
+_ONE_THREAD_MEASURES = threading.RLock()
+
 
 @contextmanager
 def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -19,8 +22,15 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly, and
     attention by torch's own operations, because only these can be differentiated twice. Hooks of parameters do not run:
-    they are for the gradient of the training loss.
+    they are for the gradient of the training loss. What is switched belongs to the model or to the process, so that
+    another thread waits until this one has measured.
     """
+    with _ONE_THREAD_MEASURES, _switched(model, device):
+        yield
+
+
+@contextmanager
+def _switched(model: nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     hooks = [(parameter, parameter._backward_hooks) for parameter in model.parameters() if parameter._backward_hooks]
     devices = [device] if device.type == "cuda" else []

@@ -76,6 +76,8 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
         }
         x = torch.ones(1, *sizes, dtype=torch.float64, device=device, requires_grad=True)
         y = functional_call(model, ones, (x,))
+        if not isinstance(y, Tensor):
+            raise TypeError(f"model: expected an output tensor, got {type(y).__name__}")
         (counts,) = torch.autograd.grad(y.sum() / y.numel(), x)
     return counts[0]
 

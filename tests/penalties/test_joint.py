@@ -206,6 +206,15 @@ def test_a_layer_never_vanishes_however_strong_the_penalty(norm, strength):
     assert param.detach().any()
 
 
+def test_the_norms_left_are_those_of_the_formula_up_to_any_strength():
+    """The strongest filter keeps ``1 / (1 + 2 strength)`` of its norm, others far below it nothing."""
+    weight = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64).view(3, 1, 1, 1).expand(3, 1, 3, 3)
+    for strength in (10.0**exponent for exponent in range(2, 40)):
+        left = sparsity.KernelPenalty(strength, power=2).prox(weight, 1.0).flatten(1).norm(dim=1)
+        expected = torch.tensor([6 / (1 + 2 * strength), 0, 0], dtype=torch.float64)
+        torch.testing.assert_close(left, expected, rtol=1e-6, atol=1e-14)
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
 @pytest.mark.parametrize("kind", ["momentum", "AdamW"])
 @pytest.mark.usefixtures("native")

@@ -101,6 +101,22 @@ def test_the_largest_strength_leaves_nothing_and_a_little_less_something(penalty
     assert path.points[0].metrics["loss"] == pytest.approx(task.y.square().mean().item())
 
 
+def test_the_largest_strength_is_found_of_frozen_layers_where_gradients_are_off_and_is_0_of_unused_ones():
+    model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 1, 1)), torch.randn(2, 1, 6, 6)
+
+    def found():
+        return sparsity.max_strength(model, lambda model: model[:2](x).square().sum(), RingPenalty(1.0))
+
+    expected = found()
+    assert (expected["0"] > 0, expected["1"] > 0, expected["2"]) == (True, True, 0.0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert found() == expected
+    model[0].weight.requires_grad_(False)
+    assert found() == expected
+    assert not model[0].weight.requires_grad
+
+
 def test_strengths_run_from_the_largest_down_on_a_logarithmic_scale():
     task = Regression()
     path = task.frontier(RingPenalty(1.0), loss=task.loss, points=5, span=1e-2)
