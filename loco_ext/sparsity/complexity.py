@@ -296,6 +296,7 @@ class _Readers(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
+        self.extra_traceback = False  # it would append to the messages of errors
         self._modules = dict(graph.named_modules())
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[LayerCall] = []
@@ -312,6 +313,8 @@ class _Readers(fx.Interpreter):
     def _channels(self, node: fx.Node, value: Tensor) -> ChannelNorms:
         sources = [self.channels[source] for source in node.all_input_nodes if source in self.channels]
         if (module := convolution_of(self.module, node)) is not None:
+            if value.dim() < module.weight.dim():
+                raise ValueError(f"example_inputs: expected a batch, got one sample at {node.target}")
             layer = self.names.setdefault(id(module.weight), str(node.target))
             self.layers.setdefault(layer, module)
             self.calls.append(LayerCall(layer, value.shape[2:].numel() / module.groups, sources[0]))

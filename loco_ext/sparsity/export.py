@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from loco_ext.argument_checks import check_module
 from loco_ext.errors import first_line
@@ -62,6 +62,7 @@ def export_onnx(
         try:
             # Given the model itself, the exporter would make dimensions constant where the model fixes them.
             exported = torch.export.export(network, inputs, dynamic_shapes=dimensions)
+            _check_pools(exported.graph)
             program: Any = torch.onnx.export(exported, dynamo=True, external_data=False, verbose=False)
         except Exception as error:  # torch.export, the converter and onnxscript each have their own errors
             raise ModelFileError(f"model: cannot be exported to ONNX: {_reason(error)}") from error
@@ -81,6 +82,17 @@ def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
     size = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     if size > _LARGEST:
         raise ValueError(f"model: expected tensors of less than 2 GiB, which fit in one ONNX file, got {size:,} bytes")
+
+
+def _check_pools(graph: fx.Graph) -> None:
+    """Raise ValueError for adaptive pools of images of any size: the converter takes their windows from the example."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "adaptive_" in node.target.__name__:
+            wanted = node.args[1]
+            sizes = node.args[0].meta["val"].shape[-len(wanted) :]
+            for size, number in zip(sizes, wanted, strict=True):
+                if isinstance(size, torch.SymInt) and isinstance(number, int) and number > 1:
+                    raise ValueError(f"ONNX has no adaptive pooling of images of any size to {number} pixels")
 
 
 def _at_least_two(value: Tensor) -> Tensor:

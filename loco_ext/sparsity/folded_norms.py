@@ -1,6 +1,7 @@
 """Penalties of convolutions with the batch norms behind them, and removal of filters that a norm multiplies by zero."""
 
 from collections import Counter
+from functools import reduce
 
 import torch
 from torch import fx, nn
@@ -97,8 +98,8 @@ def zero_dead_filters(model: nn.Module) -> int:
 def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
     """Return each Conv module that the model runs, by name, with its batch norm.
 
-    The batch norm has a weight and running statistics and takes the output of this convolution only; None if there is
-    none.
+    The batch norm has a weight and running statistics and takes the output of this convolution only, whose weight
+    nothing else reads; None if there is none.
 
     Raises:
         ValueError: torch.fx cannot trace the model.
@@ -106,14 +107,18 @@ def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchN
     graph = trace(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
     weights = Counter(map(_owner, called.values()))
+    readers = Counter(id(p) for module in {*graph.modules()} for p in module.parameters(recurse=False))
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            readers[id(reduce(getattr, str(node.target).split("."), graph))] += 1
     modules = Counter(
         id(graph.get_submodule(str(node.target))) for node in graph.graph.nodes if node.op == "call_module"
     )
     found: dict[str, tuple[_ConvNd, _BatchNorm | None]] = {}
     for node, module in called.items():
         norm = _batch_norm_after(graph, node)
-        alone = norm is not None and weights[_owner(module)] == 1 and modules[id(norm)] == 1
-        found[str(node.target)] = module, norm if alone else None
+        alone = weights[_owner(module)] == 1 and readers[id(module.weight)] <= 1
+        found[str(node.target)] = module, norm if alone and modules[id(norm)] == 1 else None
     return found
 
 

@@ -430,6 +430,37 @@ def test_dead_kernels_become_zeros_that_change_no_output():
     assert torch.equal(model.fifth.weight, fifth)
 
 
+class Tied(nn.Module):
+    """A convolution, a batch norm, and another reader of the convolution's weight."""
+
+    def __init__(self, reader):
+        super().__init__()
+        self.reader, self.conv, self.norm = reader, nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        if reader in ("transposed", "uncalled"):
+            self.other = nn.ConvTranspose2d(4, 3, 3, padding=1) if reader == "transposed" else nn.Conv2d(3, 4, 3)
+            self.other.weight = self.conv.weight
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)).relu()
+        if self.reader == "transposed":
+            return self.other(y)
+        if self.reader == "uncalled":
+            return y + nn.functional.conv2d(x, self.other.weight, padding=1)
+        return nn.functional.conv_transpose2d(y, self.conv.weight, padding=1)
+
+
+@pytest.mark.parametrize("reader", ["transposed", "uncalled", "function"])
+def test_weights_that_something_else_reads_are_neither_folded_nor_cleared(reader):
+    model, penalty, x = Tied(reader).eval(), sparsity.RingPenalty(1e-3), torch.randn(2, 3, 5, 5)
+    with torch.no_grad():
+        model.norm.weight[:2] = 0
+        model.norm.bias.fill_(1)
+    before = model(x)
+    assert sparsity.zero_dead_filters(model) == 0
+    assert torch.equal(model(x), before)
+    assert sparsity.folded_penalties(model, penalty) == {"conv": penalty}
+
+
 def test_a_model_that_cannot_be_traced_is_an_error():
     class Decides(nn.Module):
         def forward(self, x):

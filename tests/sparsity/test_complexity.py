@@ -307,10 +307,11 @@ def test_another_model_than_the_penalties_is_an_error():
         ({"strength": 1.0, "kind": "third"}, ValueError, "kind: expected 'half' or 'full'"),
         ({"strength": 1.0, "power": 1}, TypeError, "power"),
         ({"example_inputs": 5, "strength": 1.0}, TypeError, "example_inputs: expected a tensor, or a tuple with one"),
+        ({"example_inputs": torch.zeros(1, 5, 5), "strength": 1.0}, ValueError, r"expected a batch, got one sample.*$"),
     ],
 )
 def test_a_bad_argument_is_a_typed_error(arguments, error, message):
-    model = nn.Conv2d(1, 2, 3)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3))
     with pytest.raises(error, match=message):
         sparsity.complexity_penalties(model, **{"example_inputs": torch.zeros(1, 1, 5, 5), **arguments})
 

@@ -140,10 +140,13 @@ class Taylor:
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 
 
-def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, Tensor]:
+def by_taylor(
+    structure: Structure, model: Callable[[Any], Any], batches: Iterable[Any], loss: Loss
+) -> dict[str, Tensor]:
     """Return :class:`Taylor`'s importance, from the gradients of a model in its present mode.
 
     Args:
+        model: called with the inputs of a batch.
         batches: pairs of inputs and targets.
         loss: function of the model's output and the targets.
 
@@ -170,7 +173,7 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
     return taylor.lost()
 
 
-def _value(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
+def _value(model: Callable[[Any], Any], batch: Any, loss: Loss) -> Tensor:
     """Return the loss of a batch; an error of the model or the loss becomes one that names the batches."""
     try:
         with torch.enable_grad():

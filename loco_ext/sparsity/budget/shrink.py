@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,8 @@ def shrink_to(
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
             filter, numbers of at least 0, ``(C_out, rings)``, the outermost first, on one scale for all layers.
-        batches: pairs of the model's input and targets, for "taylor"; the model runs in eval mode.
+        batches: pairs of the model's input, or of a sequence of several ones, and targets, for "taylor"; the model runs
+            in eval mode.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
         granularity: "rings", or "filters": each filter stays whole or goes. Those of depthwise convolutions do in
@@ -108,7 +109,8 @@ def shrink_to(
     structure = structure_of(dense, inputs, kind, granularity, skip)
     roundings = roundings_of(cost, round_to)
     counted, kept = "parameters" if cost == "parameters" else "macs", bounds(structure, least)
-    lost = _lost(structure, dense, importance, batches, loss)
+    run = dense if len(inputs) == 1 else lambda given: dense(*given)
+    lost = _lost(structure, run, importance, batches, loss)
     problems = [structure.problem(counted, lost, kept, each) for each in roundings]
     found = best(ranked([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems]))
     network, report = found.network, found.report
@@ -149,7 +151,11 @@ def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, in
 
 
 def _lost(
-    structure: Structure, model: nn.Module, importance: str | OfRings, batches: Iterable[Any], loss: Loss
+    structure: Structure,
+    model: Callable[[Any], Any],
+    importance: str | OfRings,
+    batches: Iterable[Any],
+    loss: Loss,
 ) -> dict[str, Tensor]:
     """Return the importance that each choice of a filter loses, ``(C_out, choices)``, by layer."""
     if callable(importance):

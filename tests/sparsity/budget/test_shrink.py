@@ -315,6 +315,28 @@ def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None
     torch.testing.assert_close(smaller(x), expected, rtol=1e-4, atol=1e-4)
 
 
+class Several(nn.Module):
+    """A network of an image and what is added to its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network("plain")
+
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        return self.network(x) + added
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_batches_have_as_many_inputs_as_the_example(kind: type) -> None:
+    torch.manual_seed(1)
+    model = Several()
+    several = [(kind((x, torch.zeros(len(x), 4))), target) for x, target in batches()]
+    smaller, report = sparsity.shrink_to(model, (X, torch.zeros(len(X), 4)), macs=0.5, batches=several)
+    expected, of_one = sparsity.shrink_to(model.network, X, macs=0.5, batches=batches())
+    assert report.macs_executed == of_one.macs_executed
+    torch.testing.assert_close(smaller(X, torch.zeros(len(X), 4)), expected(X))
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_taylor_is_the_change_of_the_loss(name: str) -> None:
     """The importance is compared with central differences of the loss when a part is scaled by 1 +- h, in float64."""
