@@ -117,7 +117,7 @@ def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchN
     found: dict[str, tuple[_ConvNd, _BatchNorm | None]] = {}
     for node, module in called.items():
         norm = _batch_norm_after(graph, node)
-        alone = weights[_owner(module)] == 1 and readers[id(module.weight)] <= 1
+        alone = weights[_owner(module)] == 1 and readers[_owner(module)] <= 1
         found[str(node.target)] = module, norm if alone and modules[id(norm)] == 1 else None
     return found
 

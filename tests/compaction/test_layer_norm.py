@@ -280,3 +280,28 @@ def test_dead_features_before_a_normalisation_of_features_go(shape: tuple[int, .
     same(smaller, model, *(torch.randn(n, *shape, 4, dtype=torch.double) for n in (1, 3)))
     assert smaller.get_submodule("0").weight.shape == (4, 4)
     assert smaller.get_submodule("3").weight.shape == (5, 6)
+
+
+class ConstantBranch(nn.Module):
+    """A residual branch of a convolution, a normalisation over channels and linear layers, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.depthwise = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.last = nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return self.last(x + self.narrow(self.wide(y).relu()).permute(0, 3, 1, 2))
+
+
+def test_layers_before_what_is_constant_are_gone_in_the_report_too() -> None:
+    model, x = ConstantBranch().double().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model.narrow.weight.data.zero_()
+    network, report = sparsity.compact(model, x, cost="macs")
+    torch.testing.assert_close(network(x), model(x))
+    assert {name for name, _ in network.named_modules()} == {"", "first", "last"}
+    assert [layer.name for layer in report.layers if layer.filters_after] == ["first", "last"]
+    assert report.macs_executed == 6 * 6 * (6 * 3 * 9 + 4 * 6)

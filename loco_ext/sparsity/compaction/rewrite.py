@@ -60,6 +60,9 @@ class Rewriter:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
+        left = {*network.graph.nodes}
+        names = {str(node.target) for node, new in self._new.items() if new in left}
+        self.layers = {name: layer for name, layer in self.layers.items() if name in names}
         finish(network)
         network.graph.lint()
         return self._without_unused(network)
