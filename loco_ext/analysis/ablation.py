@@ -34,7 +34,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         TypeError: ``model`` is not a module, ``x`` or ``baselines`` is not a floating-point tensor, or ``targets`` is
             not an int64 tensor.
         ValueError: shapes do not fit, the model does not return one row of logits per image, a target is none of its
-            classes, or there are fewer steps than baselines.
+            classes, its output cannot be differentiated, or there are fewer steps than baselines.
         RuntimeError: by torch, for activation checkpoints with ``use_reentrant=True``.
 
     Source:

@@ -1,6 +1,7 @@
 """Paths between two models: linear in the weights, along a trained string, or between the outputs."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,8 +41,8 @@ def interpolate(
     models, ``(1 - alpha) * first(x) + alpha * second(x)``.
 
     Args:
-        first, second: models whose parameters and buffers have the same names and shapes; any two models for
-            ``"outputs"``. They are not modified.
+        first, second: models whose parameters and buffers have the same names, shapes and dtypes; any two models
+            for ``"outputs"``. They are not modified.
         points: number of points on the path, at least 2.
         method: ``"linear"``, ``"string"`` or ``"outputs"``.
         loss, data: as for :func:`loco_ext.analysis.gradient_norm`; only used by ``"string"``, which cycles through the
@@ -78,7 +79,8 @@ def interpolate(
     alphas = [place / (points - 1) for place in range(points)]
     if method == "outputs":
         ends = copy.deepcopy(first), copy.deepcopy(second)
-        return ((alpha, MeanOutputs(*ends, alpha).eval()) for alpha in alphas)
+        mean = MeanOutputs if _takes_one_input(first) else MeanOutputsOfSeveral
+        return ((alpha, mean(*ends, alpha).eval()) for alpha in alphas)
     _check_alike(first, second)
     if method == "linear":
         return _along(first, (_mix(first, second, alpha) for alpha in alphas), alphas)
@@ -102,15 +104,27 @@ def interpolate(
 
 
 class MeanOutputs(nn.Module):
-    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``, also for several inputs."""
+    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``."""
 
     def __init__(self, first: nn.Module, second: nn.Module, alpha: float) -> None:
         super().__init__()
         self.first, self.second, self.alpha = first, second, alpha
 
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 - self.alpha) * self.first(x.clone()) + self.alpha * self.second(x)  # both may write to their inputs
+
+
+class MeanOutputsOfSeveral(MeanOutputs):
+    """MeanOutputs of any inputs. torch.fx cannot trace it."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))  # the first model may write to its inputs
+        copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         return (1 - self.alpha) * self.first(*copies[0], **copies[1]) + self.alpha * self.second(*args, **kwargs)
+
+
+def _takes_one_input(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters) == 1
 
 
 State = dict[str, Tensor]

@@ -80,7 +80,7 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
         float64 CPU tensor of shape ``(C, H, W)``.
 
     Raises:
-        TypeError, ValueError: as :func:`permutation_importance`.
+        TypeError, ValueError: as :func:`permutation_importance`; the output cannot be differentiated.
 
     Source:
         Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again", Lemma 1 and appendix A.

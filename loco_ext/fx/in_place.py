@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.operations import RETURNING_NEW, operation
+from loco_ext.fx.operations import RETURNING_NEW, operation, reads_numbers
 from loco_ext.fx.trace import UntraceableError
 
 _OUT_OF_PLACE = {
@@ -60,7 +60,7 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
             continue
         if writes:
             for other in sharing[first]:
-                later = [user for user in other.users if order[user] > order[node]]
+                later = [user for user in other.users if order[user] > order[node] and reads_numbers(user)]
                 if later and _origin(other, modules) is not _origin(first, modules):
                     raise UntraceableError(
                         f"{node.name} changes {first.name} in place, which may be a view of {other.name}, read later"

@@ -52,6 +52,13 @@ def _plain(name: str) -> str:
     return _SYNONYMS.get(name, name)
 
 
+def reads_numbers(node: fx.Node) -> bool:
+    """Return whether the node may read numbers of a tensor, and not only its sizes, dtype or device."""
+    if node.op == "call_method":
+        return node.target not in ("size", "dim", "numel")
+    return node.target is not getattr or node.args[1] not in ("shape", "ndim", "dtype", "device")
+
+
 def only_user(node: fx.Node) -> fx.Node | None:
     """Return the node's only reader; None if it has none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None

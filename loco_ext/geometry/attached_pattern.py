@@ -15,8 +15,14 @@ class SharedPattern:
 
 
 def attach_pattern(weight: Tensor, pattern: BlockPattern) -> SharedPattern:
-    """Attach the pattern whose blocks the tensor has, and return it as attached. Copies and views have none."""
-    weight.shared_pattern = shared = SharedPattern(pattern)  # type: ignore[attr-defined]
+    """Attach the pattern whose blocks the tensor has, and return it as attached. Copies and views have none.
+
+    What is attached already and is of the same geometry stays the same object, as layers hold it.
+    """
+    shared = attached_pattern(weight)
+    if shared is None or shared.pattern.conv != pattern.conv:
+        weight.shared_pattern = shared = SharedPattern(pattern)  # type: ignore[attr-defined]
+    shared.pattern = pattern
     return shared
 
 

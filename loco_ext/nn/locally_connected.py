@@ -289,8 +289,7 @@ class LocallyConnectedNd(nn.Module):
         device = self.weight.device
         pattern = pattern if device.type == "meta" else pattern.to(device)
         pattern.transpose()
-        self._shared = self._pattern_of_weight() or attach_pattern(self.weight, pattern)
-        self._shared.pattern = pattern
+        self._shared = attach_pattern(self.weight, pattern)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         def apply(tensor: Tensor) -> Tensor:

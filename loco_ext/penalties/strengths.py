@@ -113,8 +113,10 @@ def _max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty
     if not layers:
         raise ValueError("model: expected at least one convolution, found none")
     strengths = {}
+    for module in layers.values():
+        module.weight.requires_grad_()
     for name, module in layers.items():
-        weight = module.weight.requires_grad_()
+        weight = module.weight
         value = weight.detach().clone()
         with torch.no_grad():
             weight.zero_()

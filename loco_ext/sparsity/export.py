@@ -85,14 +85,18 @@ def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
 
 
 def _check_pools(graph: fx.Graph) -> None:
-    """Raise ValueError for adaptive pools of images of any size: the converter takes their windows from the example."""
+    """Raise ValueError for adaptive pools of images of any size: the converter takes their windows from the example.
+
+    Pools to one pixel are means or maxima of whole images, and those to the image's own size change nothing.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and "adaptive_" in node.target.__name__:
-            wanted = node.args[1]
-            sizes = node.args[0].meta["val"].shape[-len(wanted) :]
-            for size, number in zip(sizes, wanted, strict=True):
-                if isinstance(size, torch.SymInt) and isinstance(number, int) and number > 1:
-                    raise ValueError(f"ONNX has no adaptive pooling of images of any size to {number} pixels")
+            numbers = [number.meta["val"] if isinstance(number, fx.Node) else number for number in node.args[1]]
+            sizes = node.args[0].meta["val"].shape[-len(numbers) :]
+            whole = all(number == 1 for number in numbers) or list(map(str, numbers)) == list(map(str, sizes))
+            if not whole and any(isinstance(size, torch.SymInt) for size in sizes):
+                to = ", ".join(map(str, numbers))
+                raise ValueError(f"ONNX has no adaptive pooling of images of any size to ({to}) pixels")
 
 
 def _at_least_two(value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from loco_ext import analysis
+from loco_ext import analysis, regularizers
 from loco_ext import nn as loco_nn
 
 
@@ -74,6 +74,14 @@ class Scaled(nn.Module):
 
     def forward(self, x, parts, *, shift):
         return self.factor * x.add_(shift) * parts["mask"]
+
+
+def test_mixed_outputs_of_one_input_can_be_traced():
+    first, second = (nn.Sequential(nn.Linear(3, 4), nn.ReLU()) for _ in range(2))
+    (_, model), *_ = analysis.interpolate(first, second, 2, "outputs")
+    x = torch.randn(5, 3)
+    both = [regularizers.region_radius(end, x) for end in (first, second)]
+    torch.testing.assert_close(regularizers.region_radius(model, x), torch.minimum(*both))
 
 
 def test_outputs_of_models_with_several_inputs_are_mixed():

@@ -20,6 +20,12 @@ def on_the_last_reader(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().relu_() + 1
 
 
+def on_what_only_tells_its_size(x: Tensor) -> Tensor:
+    y = x.contiguous()
+    y.relu_()
+    return y.view(x.size(0), -1) + x.shape[1]
+
+
 def on_a_view(x: Tensor) -> Tensor:
     x = x * 2
     x.flatten().relu_()
@@ -35,7 +41,7 @@ def on_a_copy_of_another_dtype(x: Tensor) -> Tensor:
     return x.to(torch.float32).relu_() + x
 
 
-@pytest.mark.parametrize("function", [on_an_alias, on_the_last_reader])
+@pytest.mark.parametrize("function", [on_an_alias, on_the_last_reader, on_what_only_tells_its_size])
 def test_without_writes_the_graph_computes_the_same(function: Callable[[Tensor], Tensor]) -> None:
     graph, x = fx.symbolic_trace(function), torch.randn(3, 4).double()
     read_results_of_writes(graph)

@@ -169,7 +169,13 @@ def loaded(model):
     return fresh
 
 
+def called_with_clones(model):
+    clones = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    return lambda x: torch.func.functional_call(model, clones, (x,))
+
+
 ROUTES = {
+    "functional_call": called_with_clones,
     "copy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "dtype": lambda model: model.double().float(),
@@ -181,8 +187,11 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("resized", ["one", "other"])
-def test_layers_that_share_a_weight_share_its_blocks_before_they_run(route, resized):
+@pytest.mark.parametrize("groups", [False, True])
+def test_layers_that_share_a_weight_share_its_blocks_before_they_run(route, resized, groups):
     model, x = Tied(), torch.randn(3, 2, 4, 4)
+    if groups:
+        optim.parameter_groups(model, weight_decay=0.1, locality=(0.5, 2.0))
     layer, local = getattr(model, resized), model.one.pattern.nnz
     layer.grow(1).prune(torch.arange(layer.pattern.nnz) >= layer.pattern.nnz - local)  # as many blocks, of other pixels
     with torch.no_grad():

@@ -461,6 +461,18 @@ def test_weights_that_something_else_reads_are_neither_folded_nor_cleared(reader
     assert sparsity.folded_penalties(model, penalty) == {"conv": penalty}
 
 
+def test_a_weight_may_be_asked_for_its_dtype():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.norm(self.conv(x.to(self.conv.weight.dtype)))
+
+    assert type(sparsity.folded_penalties(Casts(), sparsity.RingPenalty(1.0))["conv"]) is sparsity.FoldedPenalty
+
+
 def test_a_model_that_cannot_be_traced_is_an_error():
     class Decides(nn.Module):
         def forward(self, x):

@@ -112,9 +112,12 @@ def test_the_largest_strength_is_found_of_frozen_layers_where_gradients_are_off_
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert found() == expected
-    model[0].weight.requires_grad_(False)
-    assert found() == expected
-    assert not model[0].weight.requires_grad
+    model.requires_grad_(False)
+    model.insert(0, nn.Conv2d(1, 1, 1))
+    model[0].requires_grad_(False)
+    frozen = sparsity.max_strength(model, lambda model: model[1:3](x).square().sum(), RingPenalty(1.0))
+    assert frozen == {"0": 0.0, "1": expected["0"], "2": expected["1"], "3": 0.0}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_strengths_run_from_the_largest_down_on_a_logarithmic_scale():
