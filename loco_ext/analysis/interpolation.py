@@ -123,7 +123,10 @@ class MeanOutputsOfSeveral(MeanOutputs):
 
 
 def _takes_one_input(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # of torch.jit.trace, whose modules do not tell
+        return False
     return sum(parameter.default is parameter.empty for parameter in parameters) == 1
 
 

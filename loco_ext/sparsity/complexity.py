@@ -15,7 +15,7 @@ from loco_ext import ops
 from loco_ext.argument_checks import check_number
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
-from loco_ext.nn.computed import check_plain
+from loco_ext.nn.computed import check_plain, is_convolution
 from loco_ext.nn.modes import evaluating
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
@@ -79,6 +79,9 @@ def complexity_penalties(
         432
     """
     inputs = check_inputs(model, example_inputs)
+    if is_convolution(model):
+        kind = type(model).__name__
+        raise ValueError(f"model: expected a network, got a single {kind}, which an nn.Sequential can hold")
     check_plain(model)
     rings = RingPenalty(strength, power=2, **settings)
     with evaluating(model), torch.no_grad():

@@ -105,6 +105,8 @@ def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchN
     Raises:
         ValueError: torch.fx cannot trace the model.
     """
+    if isinstance(model, _ConvNd) and is_convolution(model):  # torch.fx would trace inside it
+        return {"": (model, None)}
     graph = trace(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
     weights = Counter(map(_owner, called.values()))

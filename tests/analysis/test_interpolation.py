@@ -84,6 +84,13 @@ def test_mixed_outputs_of_one_input_can_be_traced():
     torch.testing.assert_close(regularizers.region_radius(model, x), torch.minimum(*both))
 
 
+def test_outputs_of_traced_modules_are_mixed():
+    x = torch.randn(5, 3)
+    ends = [torch.jit.trace(nn.Linear(3, 4), x) for _ in range(2)]
+    for alpha, model in analysis.interpolate(*ends, 3, "outputs"):
+        torch.testing.assert_close(model(x), (1 - alpha) * ends[0](x) + alpha * ends[1](x))
+
+
 def test_outputs_of_models_with_several_inputs_are_mixed():
     x, mask = torch.randn(2, 3), torch.tensor([0.0, 1.0, 1.0])
     for alpha, model in analysis.interpolate(Scaled(2.0), Scaled(-1.0), 3, "outputs"):

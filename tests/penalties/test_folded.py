@@ -461,6 +461,13 @@ def test_weights_that_something_else_reads_are_neither_folded_nor_cleared(reader
     assert sparsity.folded_penalties(model, penalty) == {"conv": penalty}
 
 
+def test_a_convolution_alone_is_a_model_without_norms():
+    conv, penalty = nn.Conv2d(3, 4, 3), sparsity.RingPenalty(1e-3)
+    assert sparsity.folded_penalties(conv, penalty) == {"": penalty}
+    assert optim.parameter_groups(conv, 0.1, penalty={"": penalty})[0]["penalty"] == [penalty]
+    assert sparsity.zero_dead_filters(conv) == 0
+
+
 def test_a_weight_may_be_asked_for_its_dtype():
     class Casts(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What measurements switch in the process is restored when threads measure at the same time."""
+"""Measurements in several threads at the same time restore what they switch in the process."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,8 @@ from torch._dynamo import eval_frame
 from loco_ext import regularizers
 from loco_ext.regularizers.ieee import ieee_arithmetic
 
-LONG = 0.2  # seconds that a thread waits for the other one
+PAUSE = 0.2  # seconds that a measurement waits for the other one
+LIMIT = 60.0  # seconds after which a test fails
 
 
 class Paused(nn.Module):
@@ -22,7 +23,7 @@ class Paused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs.set()
-        self.waits_for.wait(LONG)
+        self.waits_for.wait(PAUSE)
         return self.layer(x.flatten(1))
 
 
@@ -33,7 +34,7 @@ def test_what_one_thread_switches_another_does_not_leave_behind() -> None:
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(regularizers.importance_landscape, Paused(first, second), x)
         one.add_done_callback(lambda _: ended.set())
-        first.wait()
+        assert first.wait(LIMIT)
         other = pool.submit(regularizers.importance_landscape, Paused(second, ended), x)
         assert one.result().isfinite().all()
         assert other.result().isfinite().all()
@@ -47,7 +48,7 @@ def test_arithmetic_is_ieee_as_long_as_a_thread_wants_it() -> None:
     def until_the_other_left() -> str:
         with ieee_arithmetic(torch.device("cpu")):
             entered.set()
-            left.wait()
+            assert left.wait(LIMIT)
             return products.fp32_precision
 
     try:
@@ -55,7 +56,7 @@ def test_arithmetic_is_ieee_as_long_as_a_thread_wants_it() -> None:
         with ThreadPoolExecutor(1) as pool:
             with ieee_arithmetic(torch.device("cpu")):
                 longer = pool.submit(until_the_other_left)
-                entered.wait()
+                assert entered.wait(LIMIT)
             left.set()
             assert longer.result() == "ieee"
         assert products.fp32_precision == "bf16"

@@ -316,6 +316,11 @@ def test_a_bad_argument_is_a_typed_error(arguments, error, message):
         sparsity.complexity_penalties(model, **{"example_inputs": torch.zeros(1, 1, 5, 5), **arguments})
 
 
+def test_a_convolution_alone_is_refused():
+    with pytest.raises(ValueError, match="model: expected a network, got a single Conv2d"):
+        sparsity.complexity_penalties(nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), 1.0)
+
+
 def test_one_argument_is_a_tensor_or_alone_in_a_tuple():
     model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     images = torch.zeros(2, 3, 16, 16)
