@@ -31,6 +31,7 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _switched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Switch what :func:`measuring` says, and restore it on exit."""
     modes = [(module, module.training) for module in model.modules()]
     hooks = [(parameter, parameter._backward_hooks) for parameter in model.parameters() if parameter._backward_hooks]
     devices = [device] if device.type == "cuda" else []
