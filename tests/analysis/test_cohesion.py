@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linprog
 
 from loco_ext.analysis import cohesion, localize
 
@@ -32,25 +31,13 @@ def total_forces(map, window, q):
     return np.array([[total_force(map[i : i + height, j : j + width], q) for j in range(columns)] for i in range(rows)])
 
 
-@pytest.mark.parametrize("q", [0, 0.5, 1, 2, 3, 4.5])
-@pytest.mark.parametrize("window", [2, 3, 4, 5, (1, 3), (4, 1), (2, 5), (6, 7)])
-def test_against_a_loop_over_pairs(window, q):
+@pytest.mark.parametrize("window", [2, 3, (1, 3), (4, 1), (2, 5), (6, 7)])
+def test_against_a_loop_over_pairs(window):
     map = torch.rand(6, 7, dtype=torch.float64)
-    expected = total_forces(map.numpy(), window, q)
-    result = cohesion(map, window, q)
-    assert result.dtype == torch.float64
-    assert result.shape == expected.shape
-    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-13)
-
-
-def test_by_hand():
-    """Masses 2, 3, 5 in a row have the cohesion 2*3 + 3*5 + 2*5/4."""
-    map = torch.tensor([[2.0, 3.0, 5.0]])
-    assert cohesion(map, (1, 3)).tolist() == [[23.5]]
-    assert cohesion(map, (1, 3), q=0).tolist() == [[31.0]]
-    assert cohesion(map, (1, 2)).tolist() == [[6.0, 15.0]]
-    # Nine unit masses have 12 pairs at distance 1, 8 at sqrt2, 6 at 2, 8 at sqrt5 and 2 at sqrt8.
-    assert cohesion(torch.ones(3, 3, dtype=torch.float64)).item() == pytest.approx(12 + 8 / 2 + 6 / 4 + 8 / 5 + 2 / 8)
+    for q in (0, 0.5, 2, 4.5):
+        result = cohesion(map, window, q)
+        assert result.dtype == torch.float64
+        np.testing.assert_allclose(result.numpy(), total_forces(map.numpy(), window, q), rtol=1e-13)
 
 
 def test_defaults_are_the_papers():
@@ -59,18 +46,17 @@ def test_defaults_are_the_papers():
     assert torch.equal(localize(map, 1), localize(map, 1, window=3, strategy="cohesion", q=2))
 
 
-@pytest.mark.parametrize("lead", [(), (4,), (2, 3), (0,), (2, 0, 1)])
+@pytest.mark.parametrize("lead", [(2, 3), (0,)])
 def test_leading_dimensions(lead):
     maps = torch.rand(*lead, 5, 6, dtype=torch.float64)
     result = cohesion(maps)
     assert result.shape == (*lead, 3, 4)
     for index in itertools.product(*map(range, lead)):
         assert torch.equal(result[index], cohesion(maps[index]))
-    flipped = maps.transpose(-1, -2)
-    torch.testing.assert_close(cohesion(flipped), result.transpose(-1, -2))
+    torch.testing.assert_close(cohesion(maps.transpose(-1, -2)), result.transpose(-1, -2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_computed_in_float32(dtype):
     map = torch.rand(9, 9).mul(100).to(dtype)
     result = cohesion(map, 5)
@@ -79,58 +65,23 @@ def test_lower_precision_is_computed_in_float32(dtype):
     torch.testing.assert_close(result.double(), cohesion(map.double(), 5), rtol=1e-5, atol=0)
 
 
-def test_the_same_window_has_the_same_cohesion_wherever_it_lies():
-    """Scores are equal bit for bit; otherwise rounding would break ties."""
-    tile = torch.rand(7, 5, dtype=torch.float64)
-    result = cohesion(tile.repeat(4, 6), 4)
+def test_the_same_and_mirrored_windows_have_the_same_cohesion():
+    """Scores are equal bit for bit; otherwise rounding would break ties. Mirrored windows are those of integers."""
+    result = cohesion(torch.rand(7, 5, dtype=torch.float64).repeat(4, 6), 4)
     for i, j in itertools.product(range(7), range(5)):
         assert result[i::7, j::5].unique().numel() == 1
-
-
-def test_mirrored_windows_of_integers_have_the_same_cohesion():
     map = torch.randint(0, 10, (8, 9), dtype=torch.float64)
     result = cohesion(map, 4, q=3)
-    assert torch.equal(cohesion(map.flip(-1), 4, q=3), result.flip(-1))
-    assert torch.equal(cohesion(map.flip(-2), 4, q=3), result.flip(-2))
+    for axis in (-1, -2):
+        assert torch.equal(cohesion(map.flip(axis), 4, q=3), result.flip(axis))
     assert torch.equal(cohesion(map.T, 4, q=3), result.T)
 
 
 def test_gradients():
-    map = torch.rand(2, 5, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda m: cohesion(m, (3, 4), q=1.5), map)
-    assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map)
+    map = torch.rand(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda m: cohesion(m, (2, 3), q=1.5), map)
+    assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map[0])
 
-
-@pytest.mark.parametrize(("q", "bound"), [(1, 0.634), (2, 27 / 40), (3, 0.612), (4, 0.543)])
-def test_the_bound_of_theorem_1_is_tight(q, bound):
-    """Linear programming finds the least spread of masses from 1 to 1 + spread that reverses the order of two taps.
-
-    The centre has more force than its neighbours, and these have more than the corners, up to that spread. Forces are
-    ``hessian @ masses``, since cohesion is quadratic.
-    """
-    hessian = torch.autograd.functional.hessian(
-        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.ones(9, dtype=torch.float64)
-    ).numpy()
-    taps = list(itertools.product(range(3), range(3)))
-    attraction = [[0.0 if a == b else math.dist(a, b) ** -q for b in taps] for a in taps]
-    np.testing.assert_allclose(hessian, attraction, rtol=1e-13, atol=1e-15)
-    neighbors, corners = (1, 3, 5, 7), (0, 2, 6, 8)
-    spreads = {}
-    for more, less in [*((4, n) for n in neighbors), *itertools.product(neighbors, corners)]:
-        result = linprog(
-            [0.0] * 9 + [1.0],
-            A_ub=np.vstack([np.hstack([np.eye(9), -np.ones((9, 1))]), np.append(hessian[more] - hessian[less], 0)]),
-            b_ub=[1.0] * 9 + [0.0],
-            bounds=[(1, None)] * 9 + [(0, None)],
-        )
-        assert result.status == 0
-        spreads[more, less] = result.fun
-    assert min(spreads.values()) == pytest.approx(bound, abs=1e-9 if q == 2 else 5e-4)
-    if q == 2:  # the paper's worst case: a neighbour has more force than the centre
-        assert min(spreads, key=spreads.get)[0] == 4
-
-
-# The tests below place windows.
 
 # The paper's Figure 3; the last value of its first row is not printed.
 FIGURE_3 = """
@@ -159,10 +110,9 @@ def exact_scores(map, window, strategy):
     return scores
 
 
-def placed(map, count, window, strategy):
-    """Return the greedy placement by exact arithmetic; the dict is in row-major order, so max takes the first tie."""
+def placed(scores, count, window):
+    """Return the greedy placement by a dict of scores, in row-major order, so that max takes the first tie."""
     height, width = as_pair(window)
-    scores = exact_scores(map, window, strategy)
     corners = []
     for _ in range(count):
         best = max(scores, key=scores.get)
@@ -173,43 +123,32 @@ def placed(map, count, window, strategy):
     return corners
 
 
-@pytest.mark.parametrize("strategy", ["cohesion", "sum"])
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_figure_3_against_exact_arithmetic(strategy, count):
-    assert localize(MAP_3, count, strategy=strategy).tolist() == placed(MAP_3, count, 3, strategy)
-
-
-def test_figure_3_as_the_paper_describes():
-    """Locality puts larger values in the centres of its windows, the peak of 6 first; sums are larger without it."""
-    assert MAP_3.shape == (6, 16)
-    windows = {
-        strategy: [MAP_3[i : i + 3, j : j + 3] for i, j in localize(MAP_3, 2, strategy=strategy).tolist()]
-        for strategy in ("cohesion", "sum")
-    }
-    centers = {strategy: [window[1, 1].item() for window in both] for strategy, both in windows.items()}
-    sums = {strategy: sum(window.sum().item() for window in both) for strategy, both in windows.items()}
-    assert centers == {"cohesion": [6.0, 3.0], "sum": [2.0, 2.0]}
-    assert sums == {"cohesion": 45.0, "sum": 46.0}
-
-
 @pytest.mark.parametrize(
     ("window", "strategy"),
     [(3, "sum"), ((2, 3), "sum"), (2, "cohesion"), ((1, 3), "cohesion"), ((3, 1), "cohesion")],
 )
 def test_greedy_against_exact_arithmetic(window, strategy):
     """Small integers give many ties, and the distances' inverse squares are exact."""
-    for _ in range(40):
+    for _ in range(15):
         map = torch.randint(0, 3, (9, 10)).float()
-        assert localize(map, 3, window, strategy).tolist() == placed(map, 3, window, strategy)
+        assert localize(map, 3, window, strategy).tolist() == placed(exact_scores(map, window, strategy), 3, window)
 
 
-@pytest.mark.parametrize("q", [1, 2, 3])
-def test_greedy_takes_the_most_cohesive_windows(q):
+def test_greedy_takes_the_most_cohesive_windows():
     map = torch.rand(8, 9, dtype=torch.float64)
-    scores = total_forces(map.numpy(), (3, 2), q)
-    for i, j in localize(map, 5, (3, 2), q=q).tolist():
-        assert scores[i, j] == scores.max() > 0
-        scores[max(0, i - 2) : i + 3, max(0, j - 1) : j + 2] = -1
+    for q in (1, 3):
+        scores = dict(np.ndenumerate(total_forces(map.numpy(), (3, 2), q)))
+        assert localize(map, 5, (3, 2), q=q).tolist() == placed(scores, 5, (3, 2))
+
+
+def test_figure_3_as_the_paper_describes():
+    """Locality puts larger values in the centres of its windows, the peak of 6 first; sums are larger without it."""
+    for strategy, centers, total in (("cohesion", [6.0, 3.0], 45), ("sum", [2.0, 2.0], 46)):
+        corners = localize(MAP_3, 5, strategy=strategy).tolist()
+        assert corners == placed(exact_scores(MAP_3, 3, strategy), 5, 3)
+        windows = [MAP_3[i : i + 3, j : j + 3] for i, j in corners[:2]]
+        assert [window[1, 1].item() for window in windows] == centers
+        assert sum(window.sum() for window in windows) == total
 
 
 def test_placement_in_full():
@@ -250,30 +189,23 @@ def test_large_values_are_placed_in_float64():
 MAP = torch.ones(4, 5)
 BAD = [
     ((None,), TypeError, "map: expected a tensor, got NoneType"),
-    (([[1.0]],), TypeError, "map: expected a tensor, got list"),
     ((torch.ones(4),), ValueError, r"map: expected .* shape \(\.\.\., H, W\), got torch.float32 of shape \(4,\)"),
     ((MAP.long(),), ValueError, r"map: expected a floating-point .* got torch.int64"),
     ((-MAP,), ValueError, "map: expected finite values of at least 0"),
     ((MAP * math.nan,), ValueError, "map: expected finite values of at least 0"),
     ((MAP * math.inf,), ValueError, "map: expected finite values of at least 0"),
-    ((MAP, 1), ValueError, "window: expected more than one position and at most the map's 4 x 5, got 1"),
     ((MAP, (1, 1)), ValueError, r"window: expected more than one position .* got \(1, 1\)"),
     ((MAP, 5), ValueError, "window: expected .* at most the map's 4 x 5, got 5"),
     ((MAP, (4, 6)), ValueError, "window: expected .* at most the map's 4 x 5"),
-    ((MAP, 0), ValueError, "window: expected .* got 0"),
     ((MAP, (-3, 3)), ValueError, "window: expected .* got "),
     ((MAP, 2.0), TypeError, "window: expected an int, or one for each of 2 axes, got 2.0"),
-    ((MAP, True), TypeError, "window: expected an int, or one for each of 2 axes, got True"),
     ((MAP, (3,)), ValueError, "window: expected an int, or one for each of 2 axes"),
-    ((MAP, "33"), TypeError, "window: expected an int, or one for each of 2 axes"),
-    ((MAP, (2, 3.0)), TypeError, "window: expected an int, or one for each of 2 axes"),
     ((MAP, 3, -1), ValueError, "q: expected a finite number of at least 0, got -1"),
-    ((MAP, 3, math.inf), ValueError, "q: expected a finite number of at least 0, got inf"),
     ((MAP, 3, "2"), TypeError, "q: expected a number, got '2'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=range(len(BAD)))
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         cohesion(*arguments)
@@ -287,9 +219,5 @@ def test_bad_arguments_of_localize():
         localize(torch.ones(2, 4, 5), 1)
     with pytest.raises(ValueError, match="strategy: expected one of 'cohesion', 'sum', got 'mean'"):
         localize(MAP, 1, strategy="mean")
-    for count in (0, -1):
-        with pytest.raises(ValueError, match=f"count: expected at least 1, got {count}"):
-            localize(MAP, count)
-    for count in (1.0, True, None):
-        with pytest.raises(TypeError, match=f"count: expected an int, got {count}"):
-            localize(MAP, count)
+    with pytest.raises(ValueError, match="count: expected at least 1, got 0"):
+        localize(MAP, 0)

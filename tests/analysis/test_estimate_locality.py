@@ -14,29 +14,11 @@ from torch import nn
 from loco_ext import optim
 from loco_ext.analysis import estimate_locality
 from loco_ext.geometry import decay_map, distance_classes
+from tests.analysis.distances import class_means
 from tests.covering import covering
 
 RULES = ["local", "paper"]
 STATS = ["signed", "abs", "rms"]
-
-
-def taps_by_class(shape):
-    taps = sorted(itertools.product(*map(range, shape)))
-    squares = [sum((i - n // 2) ** 2 for i, n in zip(tap, shape, strict=True)) for tap in taps]
-    return [[tap for tap, s in zip(taps, squares, strict=True) if s == square] for square in sorted(set(squares))]
-
-
-def class_means(weight, stat):
-    """Return the statistic of each class of each matrix, by plain loops: [matrices, classes]."""
-    weight = np.asarray(weight.double())
-    of = {
-        "signed": lambda values: sum(values) / len(values),
-        "abs": lambda values: sum(map(abs, values)) / len(values),
-        "rms": lambda values: math.sqrt(sum(value**2 for value in values) / len(values)),
-    }[stat]
-    classes = taps_by_class(weight.shape[2:])
-    matrices = weight.reshape(-1, *weight.shape[2:])
-    return np.array([[of([matrix[tap] for tap in taps]) for taps in classes] for matrix in matrices])
 
 
 def are_sure(means):
@@ -75,12 +57,9 @@ def local_weight(*shape, profile=None, deviation=0.2):
 SHAPES = {
     "3x3": (16, 8, 3, 3),
     "depthwise": (64, 1, 3, 3),
-    "transposed": (8, 16, 3, 3),
-    "1-d of two classes": (32, 8, 3),
-    "1-d of three classes": (32, 8, 5),
+    "1-d": (32, 8, 3),
     "1x7": (16, 16, 1, 7),
     "5x5": (16, 16, 5, 5),
-    "7x7": (24, 24, 7, 7),
     "3x3x3": (16, 16, 3, 3, 3),
     "1x3x1": (16, 16, 1, 3, 1),
 }
@@ -104,7 +83,7 @@ def test_factors_against_loops(name, eta_rule, stat):
             assert all(type(factor) is float for factor in result["conv"])
 
 
-NOISY_SHAPES = [(6, 1, 3, 3), (1, 1, 3, 3), (3, 2, 3), (4, 3, 1, 5), (3, 3, 5, 5), (2, 2, 3, 3, 3)]
+NOISY_SHAPES = [(6, 1, 3, 3), (1, 1, 3, 3), (3, 2, 3), (4, 3, 1, 5), (2, 2, 3, 3, 3)]
 
 
 @pytest.mark.filterwarnings("ignore:estimate_locality leaves")
@@ -112,7 +91,7 @@ NOISY_SHAPES = [(6, 1, 3, 3), (1, 1, 3, 3), (3, 2, 3), (4, 3, 1, 5), (3, 3, 5, 5
 def test_the_guard_against_loops(stat):
     """Matrices are so few and noisy that some layers pass in each model, some only pooled, and some not at all."""
     seen = set()
-    for deviation in (0.1, 0.3, 0.6, 2.0):
+    for deviation in (0.1, 0.4, 2.0):
         for shape in NOISY_SHAPES:
             models = [{"weight": local_weight(*shape, deviation=deviation)} for _ in range(4)]
             for count in (1, 2, 4):
@@ -132,13 +111,6 @@ def test_layers_have_their_own_factors():
         assert result[name.removesuffix(".weight")] == estimate_locality({"weight": weight})[""]
 
 
-def test_a_profile_without_noise_is_recovered_exactly():
-    weight = local_weight(8, 8, 5, 5, profile=[2.0, 1.0, 0.75, 0.5, 0.5, 0.25], deviation=0.0)
-    steps = [1 + 1.5 * (r - 1) for r in (0.75, 2 / 3, 1.0, 0.5)]
-    expected = [1 + 1.5 * (0.5 - 1), 1.0, *(1 / np.cumprod(steps))]
-    assert estimate_locality({"weight": weight})[""] == pytest.approx(expected, rel=1e-12)
-
-
 def test_magnitudes_are_seen_where_signed_means_are_not():
     """Signs are random: signed means are about 0, and magnitudes fall from 1 to 1/2 and 1/4."""
     weight = local_weight(32, 32, 3, 3, profile=[1.0, 0.5, 0.25], deviation=0.0)
@@ -149,16 +121,18 @@ def test_magnitudes_are_seen_where_signed_means_are_not():
         assert estimate_locality({"weight": weight}, stat=stat)[""] == pytest.approx((0.25, 4.0))
 
 
-def test_a_is_clamped():
-    """``a`` is 0 at a ratio of 1/3, and grows without bound."""
-    for profile, expected in {
-        (3.0, 1.0, 1 / 3): (0.25, 4.0),
-        (1.0, 100.0, 10000.0): (4.0, 0.25),
-        (100.0, 1.0, 1e-4): (0.25, 4.0),
-        (1.0, 2.9, 1.5): (3.85, 1 / (1 + 1.5 * (1.5 / 2.9 - 1))),
-    }.items():
-        weight = local_weight(4, 4, 3, 3, profile=profile, deviation=0.0)
-        assert estimate_locality({"weight": weight})[""] == pytest.approx(expected)
+def test_profiles_without_noise_are_recovered_exactly():
+    """``a`` is clamped to [1/4, 4]: it is 0 at a ratio of 1/3, and grows without bound."""
+    for shape, c, profile, expected in (
+        ((3, 3), 1.5, (3.0, 1.0, 1 / 3), (0.25, 4.0)),
+        ((3, 3), 1.5, (1.0, 100.0, 10000.0), (4.0, 0.25)),
+        ((3, 3), 1.5, (100.0, 1.0, 1e-4), (0.25, 4.0)),
+        ((3, 3), 1.5, (1.0, 2.9, 1.5), (3.85, 1 / (1 + 1.5 * (1.5 / 2.9 - 1)))),
+        ((3, 3), sys.float_info.max, (1.0, 0.9, 0.95), (0.25, 0.25)),
+        ((5, 5), 1.5, (2.0, 1.0, 0.75, 0.5, 0.5, 0.25), (0.25, 1.0, 1.6, 3.2, 3.2, 12.8)),
+    ):
+        weight = local_weight(4, 4, *shape, profile=profile, deviation=0.0)
+        assert estimate_locality({"weight": weight}, c=c)[""] == pytest.approx(expected, rel=1e-12)
 
 
 def test_ratios_are_averaged_over_models():
@@ -205,11 +179,10 @@ UNSURE = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("profile", UNSURE.values(), ids=UNSURE.keys())
-def test_unsure_means_leave_a_layer_uniform(profile, count):
+def test_unsure_means_leave_a_layer_uniform(profile):
     """Other layers keep their factors, and one warning lists all uniform layers."""
-    good = [{f"{i}.weight": local_weight(16, 16, 3, 3, profile=FAR) for i in range(3)} for _ in range(count)]
+    good = [{f"{i}.weight": local_weight(16, 16, 3, 3, profile=FAR) for i in range(3)} for _ in range(2)]
     bad = [model | {"1.weight": local_weight(16, 16, 3, 3, profile=profile)} for model in good]
     with pytest.warns(UserWarning, match=r"^estimate_locality leaves '1' uniform") as record:
         result = estimate_locality(bad)
@@ -242,19 +215,16 @@ def test_a_class_of_tiny_weights_beside_large_ones(stat):
         assert estimate_locality([{"weight": weight}] * count, stat=stat)[""] == ((1.0, 1.0) if uniform else (4.0, 1.0))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("kind", ["zero", "one matrix"])
-def test_nothing_to_estimate_from(kind, shape):
-    weight = torch.zeros(shape) if kind == "zero" else torch.rand(1, 1, *shape[2:]) + 1
-    classes = len(taps_by_class(shape[2:]))
-    for stat in STATS:
+@pytest.mark.parametrize("shape", [(8, 16, 3, 3), (8, 16, 5, 5)], ids=str)
+def test_nothing_to_estimate_from(shape):
+    for weight, stat in itertools.product((torch.zeros(shape), torch.rand(1, 1, *shape[2:]) + 1), STATS):
         with pytest.warns(UserWarning, match=r"leaves 'a', 'b\.c' uniform") as record:
             result = estimate_locality({"a.weight": weight, "b.c.weight": weight}, stat=stat)
         assert len(record) == 1
-        assert result == dict.fromkeys(["a", "b.c"], (1.0,) * (classes if classes > 3 else 2))
+        assert result == dict.fromkeys(["a", "b.c"], (1.0,) * (6 if shape[2] == 5 else 2))
 
 
-@pytest.mark.parametrize("matrices", [2, 3, 10])
+@pytest.mark.parametrize("matrices", [2, 10])
 def test_three_standard_errors(matrices):
     """The corners' means over matrices have mean 1, and a standard error just above or just below 1/3."""
     values = torch.linspace(-1, 1, matrices, dtype=torch.float64)
@@ -271,8 +241,10 @@ def test_three_standard_errors(matrices):
             assert result == (pytest.approx((0.75, 4 / 3)) if sure else (1.0, 1.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("stat", STATS)
+@pytest.mark.parametrize(
+    ("stat", "dtype"),
+    [("signed", torch.float16), ("abs", torch.bfloat16), ("rms", torch.float32), ("rms", torch.float64)],
+)
 def test_scale_and_precision_change_nothing(stat, dtype):
     """Weights are integers times a power of two, down to denormal numbers and up to the dtype's largest."""
     integers = (local_weight(16, 16, 5, 5) * 32).round()
@@ -300,21 +272,20 @@ def any_weight(generator, shape):
 
 
 @pytest.mark.filterwarnings("ignore:estimate_locality leaves")
-@pytest.mark.parametrize("stat", STATS)
-@pytest.mark.parametrize("eta_rule", RULES)
-def test_factors_are_positive_and_finite_for_any_weights(eta_rule, stat):
-    generator = np.random.default_rng([RULES.index(eta_rule), STATS.index(stat)])
+def test_factors_are_positive_and_finite_for_any_weights():
+    generator = np.random.default_rng(0)
     shapes = [(6, 5, 3, 3), (2, 1, 3), (4, 4, 5, 5), (3, 2, 1, 7), (2, 2, 3, 3, 3), (2, 1, 15, 15)]
     estimated = 0
-    for i in range(200):
+    for i in range(300):
         shape = shapes[i % len(shapes)]
         models = [{"weight": any_weight(generator, shape)} for _ in range(generator.integers(1, 3))]
         c = float(generator.choice([0.0, 0.5, 1.5, 1e3, 1e308]))
+        eta_rule, stat = str(generator.choice(RULES)), str(generator.choice(STATS))
         factors = estimate_locality(models, c=c, eta_rule=eta_rule, stat=stat)[""]
         assert all(math.isfinite(factor) and factor > 0 for factor in factors), (factors, models)
         assert torch.isfinite(decay_map(shape[2:], factors)).all()
         estimated += len(set(factors)) > 1
-    assert estimated > 20
+    assert estimated > 30
 
 
 def test_a_ratio_beyond_all_numbers():
@@ -346,35 +317,17 @@ def test_other_layers():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"models": None}, TypeError, "models: expected a model or a sequence of models, got NoneType"),
-        ({"models": torch.ones(4, 4, 3, 3)}, TypeError, "models: expected .* got Tensor"),
+        ({"models": torch.ones(4, 4, 3, 3)}, TypeError, "models: expected a model or a sequence of models, got Tensor"),
         ({"models": iter(())}, TypeError, "models: expected .* got tuple_iterator"),
         ({"models": []}, ValueError, r"models: expected at least one, got \[\]"),
-        ({"models": "path"}, TypeError, "model: expected a module or a mapping of names to tensors, got str"),
         ({"models": [None]}, TypeError, "model: expected a module or a mapping of names to tensors, got NoneType"),
-        ({"models": nn.Linear(2, 2)}, ValueError, "model: expected a floating-point convolution weight"),
         ({"c": -0.5}, ValueError, "c: expected a finite number of at least 0, got -0.5"),
-        ({"c": math.nan}, ValueError, "c: expected .* got nan"),
-        ({"c": math.inf}, ValueError, "c: expected .* got inf"),
         ({"c": "1"}, TypeError, "c: expected a number, got '1'"),
-        ({"c": True}, TypeError, "c: expected a number, got True"),
         ({"eta_rule": "printed"}, ValueError, "eta_rule: expected one of 'local', 'paper', got 'printed'"),
         ({"stat": "mean"}, ValueError, "stat: expected one of 'signed', 'abs', 'rms', got 'mean'"),
     ],
+    ids=range(8),
 )
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         estimate_locality(**{"models": {"weight": local_weight(4, 4, 3, 3)}, **arguments})
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite(value):
-    weight = local_weight(4, 4, 3, 3)
-    weight[0, 0, 0, 0] = value
-    with pytest.raises(ValueError, match="got NaN or inf in layer 'conv'"):
-        estimate_locality([{"conv.weight": local_weight(4, 4, 3, 3)}, {"conv.weight": weight}])
-
-
-def test_the_largest_float_as_c():
-    weight = local_weight(4, 4, 3, 3, profile=[1.0, 0.9, 0.95], deviation=0.0)
-    assert estimate_locality({"weight": weight}, c=sys.float_info.max)[""] == (0.25, 0.25)

@@ -23,15 +23,14 @@ def network(kind):
     torch.manual_seed(5)
     if kind == "mlp":
         model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,)
+        model[0].weight.requires_grad_(False)
     elif kind == "attention":
         encoder = nn.TransformerEncoderLayer(3, 1, 2, dropout=0, batch_first=True)
         model, shape = nn.Sequential(encoder, nn.Flatten(), nn.Linear(6, 3)), (2, 3)
     else:
-        conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        conv, shape = nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 3, 4)
         model = nn.Sequential(conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
-        shape = (2, 3, 4)
-        if kind != "cnn":
-            model = loco_nn.to_efcn(model, torch.zeros(1, *shape), kind)
+        model = loco_nn.to_efcn(model, torch.zeros(1, *shape), 1)
     return model.double(), shape
 
 
@@ -47,51 +46,36 @@ def batches(shape):
 
 def flat_loss(model, data):
     """Return the mean loss over all samples as a function of the vector of all parameters, and the current vector."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    shapes = [dict(model.named_parameters())[name].shape for name in names]
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
 
     def value(vector):
-        parts = vector.split([shape.numel() for shape in shapes])
-        weights = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        parts = vector.split([p.numel() for p in trained.values()])
+        weights = {name: part.view(p.shape) for (name, p), part in zip(trained.items(), parts, strict=True)}
         return cross_entropy(functional_call(model, weights, (x,)), y)
 
-    here = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-    return value, here
+    return value, torch.cat([p.flatten() for p in trained.values()])
 
 
-@pytest.mark.parametrize("kind", ["mlp", "attention", "cnn", "sharing", 1, "all"])
+@pytest.mark.parametrize("kind", ["mlp", "attention", "efcn"])
 def test_gradient_and_curvature_are_those_of_the_whole_hessian(kind):
+    """A weight of the first network is frozen, and takes no part."""
     model, shape = network(kind)
     data = batches(shape)
     value, here = flat_loss(model, data)
     with sdpa_kernel(SDPBackend.MATH):  # torch cannot differentiate the other kinds twice
         eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
-    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-7)
-    assert found.residual <= 1e-7
+    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-6)
+    assert found.residual <= 1e-6
     assert found.value == pytest.approx(eigenvalues[-1].item(), rel=1e-9)
-    step = 1e-6
-    slopes = [(value(here + step * unit) - value(here - step * unit)) / (2 * step) for unit in torch.eye(len(here))]
     norm = analysis.gradient_norm(model, cross_entropy, data)
-    assert norm == pytest.approx(torch.stack(slopes).norm().item(), rel=1e-6)
+    assert norm == pytest.approx(torch.func.grad(value)(here).norm().item(), rel=1e-9)
 
 
-def test_a_frozen_parameter_takes_no_part():
-    model, shape = network("mlp")
-    model[0].weight.requires_grad_(False)
-    data = batches(shape)
-    value, here = flat_loss(model, data)
-    expected = torch.linalg.eigvalsh(hessian(value, here))[-1].item()
-    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-7)
-    assert found.value == pytest.approx(expected, rel=1e-9)
-    assert len(here) == 4 + 12 + 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_many_batches_in_half_precision_add_up(dtype):
+def test_many_batches_in_half_precision_add_up():
     torch.manual_seed(3)
-    model = nn.Linear(4, 3).to(dtype)
-    x, y = torch.rand(400, 4).to(dtype), torch.zeros(400, dtype=torch.int64)
+    model = nn.Linear(4, 3).bfloat16()
+    x, y = torch.rand(300, 4).bfloat16(), torch.zeros(300, dtype=torch.int64)
     data = list(zip(x.split(1), y.split(1), strict=True))
     exact, whole = copy.deepcopy(model).double(), [(x.double(), y)]
     expected = analysis.gradient_norm(exact, cross_entropy, whole)
@@ -131,20 +115,10 @@ def test_the_largest_eigenvalue_is_not_that_of_the_largest_magnitude(curvatures,
     assert analysis.gradient_norm(Quadratic(*curvatures), mean, data) == pytest.approx(math.hypot(*slopes))
 
 
-def test_few_iterations_say_how_far_they_are():
-    model, shape = network("mlp")
-    data = batches(shape)
-    value, here = flat_loss(model, data)
-    eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
-    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3, tolerance=1e-9, seed=3)
-    assert found.iterations == 3
-    assert 1e-9 < found.residual < 1
-    assert (eigenvalues - found.value).abs().min() <= found.residual * abs(found.value)
-
-
-def test_the_second_iteration_is_the_first_one_of_what_is_left():
-    """The reference iterates on plain matrices; the residual is that of the Hessian itself."""
-    hessian, data = np.diag([-9.0, 2.0, 1.0]), [(torch.zeros(3), torch.zeros(3))]
+@pytest.mark.parametrize("curvatures", [(-9.0, 2.0, 1.0), (3.0, 2.0, 1.0)], ids=str)
+def test_few_iterations_say_how_far_they_are(curvatures):
+    """The reference iterates on plain matrices, once more on what is left above a negative eigenvalue."""
+    hessian, data = np.diag(curvatures), [(torch.zeros(3), torch.zeros(3))]
     start = torch.randn(3, generator=torch.Generator().manual_seed(4), dtype=torch.float64).numpy()
 
     def iterate(matrix):
@@ -154,63 +128,26 @@ def test_the_second_iteration_is_the_first_one_of_what_is_left():
             vector = image / np.linalg.norm(image)
         return value, last
 
-    lowest, _ = iterate(hessian)
-    above, vector = iterate(hessian - lowest * np.eye(3))
-    value = lowest + above
+    value, vector = iterate(hessian)
+    if value < 0:
+        above, vector = iterate(hessian - value * np.eye(3))
+        value += above
     residual = np.linalg.norm(hessian @ vector - value * vector) / abs(value)
-    found = analysis.top_hessian_eigenvalue(Quadratic(-9.0, 2.0, 1.0), mean, data, iterations=5, tolerance=0, seed=4)
-    assert found == pytest.approx((value, residual, 10), rel=1e-9)
+    found = analysis.top_hessian_eigenvalue(Quadratic(*curvatures), mean, data, iterations=5, tolerance=0, seed=4)
+    assert found == pytest.approx((value, residual, 10 if curvatures[0] < 0 else 5), rel=1e-9)
 
 
-def test_a_loss_that_is_linear_in_the_weights_has_no_curvature():
-    model = nn.Linear(3, 1)
+def test_losses_that_are_linear_in_the_weights_or_not_finite():
     data = [(torch.randn(4, 3), torch.zeros(4))]
-    assert analysis.top_hessian_eigenvalue(model, mean, data) == (0.0, 0.0, 1)
-
-
-def test_numbers_that_are_not_finite_stay_so():
-    data = [(torch.zeros(3), torch.zeros(3))]
+    assert analysis.top_hessian_eigenvalue(nn.Linear(3, 1), mean, data) == (0.0, 0.0, 1)
     found = analysis.top_hessian_eigenvalue(Quadratic(math.nan, 1.0), mean, data, iterations=50)
     assert math.isnan(found.value)
     assert found.iterations == 1
     assert math.isnan(analysis.gradient_norm(Quadratic(math.nan, 1.0), mean, data))
 
 
-def test_the_model_stays_as_it_is_and_is_evaluated():
-    """Dropout is off, and running statistics, gradients and modes do not change, under no_grad as well."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
-    model[1].eval()
-    data = [(x.float(), y) for x, y in batches((3,))]
-    before = copy.deepcopy(model.state_dict())
-    norms = set()
-    for _ in range(2):
-        with torch.no_grad():
-            norms.add(analysis.gradient_norm(model, cross_entropy, data))
-            norms.add(analysis.gradient_norm(copy.deepcopy(model).eval(), cross_entropy, data))
-            assert analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=2).value > 0
-    assert len(norms) == 1
-    assert [module.training for module in model.modules()] == [True, True, False, True, True]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_models_and_hooks_of_parameters():
-    model, shape = network("mlp")
-    data = batches(shape)
-
-    def measure(model):
-        found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=5)
-        return analysis.gradient_norm(model, cross_entropy, data), *found
-
-    expected = measure(model)
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    assert measure(model) == expected
-    assert measure(torch.compile(model, backend="aot_eager")) == expected
-
-
 def test_layers_that_step_in_backward_are_measured_and_stay_as_they_are():
-    model, shape = network("all")
+    model, shape = network("efcn")
     data = batches(shape)
 
     def measure():
@@ -238,11 +175,10 @@ BATCH = (torch.zeros(2, 3), torch.zeros(2, 1))
         ({"data": [torch.zeros(3)]}, TypeError, "data: expected a sequence of pairs"),
         ({"data": []}, ValueError, "data: expected at least one sample"),
         ({"iterations": 0}, ValueError, "iterations: expected at least 1, got 0"),
-        ({"iterations": 1.5}, TypeError, "iterations: expected an int, got 1.5"),
         ({"seed": None}, TypeError, "seed: expected an int, got None"),
         ({"tolerance": -1.0}, ValueError, "tolerance: expected a finite number"),
     ],
-    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+    ids=range(8),
 )
 def test_bad_arguments_are_named(change, error, said):
     arguments = {"model": nn.Linear(3, 1), "loss": mse_loss, "data": [BATCH]} | change
@@ -288,15 +224,13 @@ def test_masked_layers_may_change_their_dtype_but_not_their_blocks():
 
 
 def test_masking_refuses_what_has_no_blocks():
-    with pytest.raises(TypeError, match="model: expected a module"), analysis.only_blocks(3, "local"):
-        pass
-    with pytest.raises(ValueError, match="model: expected locally"), analysis.only_blocks(nn.ReLU(), "local"):
-        pass
     layer = loco_nn.LocallyConnected2d(1, 1, 1, input_size=2)
     computed = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer))
-    said = "model: expected layers whose weight is a parameter, got a Tensor"
-    with pytest.raises(TypeError, match=said), analysis.only_blocks(computed, "local"):
-        pass
-    said = "kept: expected one of 'local', 'off-local', got 'remote'"
-    with pytest.raises(ValueError, match=said), analysis.only_blocks(layer, "remote"):
-        pass
+    for model, kept, error, said in (
+        (3, "local", TypeError, "model: expected a module"),
+        (nn.ReLU(), "local", ValueError, "model: expected locally"),
+        (computed, "local", TypeError, "model: expected layers whose weight is a parameter, got a Tensor"),
+        (layer, "remote", ValueError, "kept: expected one of 'local', 'off-local', got 'remote'"),
+    ):
+        with pytest.raises(error, match=said), analysis.only_blocks(model, kept):
+            pass
