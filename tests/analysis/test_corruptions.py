@@ -12,7 +12,7 @@ from scipy import ndimage
 from torch.nn.functional import interpolate
 
 from loco_ext.analysis import CORRUPTIONS, corrupt
-from loco_ext.analysis.corruptions import FAMILIES, resampling
+from loco_ext.analysis.corruptions import resampling
 from loco_ext.analysis.corruptions.draws import Draws
 from loco_ext.analysis.corruptions.weather import fractal
 from tests.tolerances import OF_THE_LOSS, RESAMPLED, STANDARD_ERRORS
@@ -20,7 +20,7 @@ from tests.tolerances import OF_THE_LOSS, RESAMPLED, STANDARD_ERRORS
 LEVELS = range(1, 6)
 
 
-def photographs(count=24, channels=3, height=32, width=32):
+def photographs(count=12, channels=3, height=32, width=32):
     """Return random images with details of all sizes, in [0, 1], as multiples of 1/255."""
     generator = torch.Generator().manual_seed(0)
     images = torch.full((count, channels, height, width), 0.5)
@@ -54,38 +54,21 @@ def test_every_level_is_stronger_than_the_last_and_repeats_to_the_same_bits(name
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_torchs_defaults_change_no_pixel(name):
-    images = photographs(2)
-    expected = corrupt(images, name, 4)
-    with torch.device("meta"):
-        assert torch.equal(corrupt(images, name, 4), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(corrupt(images, name, 4), expected)
+def test_neither_torchs_defaults_nor_the_layout_change_a_pixel(name):
+    """Images may have any size and be grey."""
+    for shape in ((0, 3, 8, 8), (2, 3, 1, 1), (1, 3, 70, 33), (3, 1, 5, 9)):
+        images = torch.rand(*shape, generator=torch.Generator().manual_seed(1))
+        expected = corrupt(images, name, 4)
+        assert expected.shape == shape
+        assert expected.isfinite().all()
+        other = corrupt(images.contiguous(memory_format=torch.channels_last), name, 4)
+        torch.testing.assert_close(other, expected, rtol=0, atol=RESAMPLED)
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(corrupt(images, name, 4), expected)
     torch.set_default_dtype(torch.float64)
     found = corrupt(images, name, 4)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_images_of_any_size_and_grey_ones_are_corrupted(name):
-    for shape in ((3, 1, 5, 9), (2, 3, 1, 1), (1, 3, 70, 33), (0, 3, 8, 8)):
-        images = torch.rand(*shape, generator=torch.Generator().manual_seed(1))
-        corrupted = corrupt(images.contiguous(memory_format=torch.channels_last), name, 4)
-        assert corrupted.shape == shape
-        torch.testing.assert_close(corrupted, corrupt(images, name, 4), rtol=0, atol=RESAMPLED)
-        assert corrupted.isfinite().all()
-
-
-def test_the_families_are_those_of_the_benchmark():
-    found = {family: [name for name, each in CORRUPTIONS.items() if each.family == family] for family in FAMILIES}
-    assert {family: len(names) for family, names in found.items()} == {
-        "noise": 3,
-        "blur": 4,
-        "weather": 4,
-        "digital": 4,
-    }
-    assert all(len(each.levels) == 5 for each in CORRUPTIONS.values())
 
 
 def assert_mean(values, expected, deviation):
@@ -109,57 +92,42 @@ def test_noise_has_its_moments():
     assert set(struck.unique().tolist()) == {0, 0.5, 1}
 
 
+def assert_near(found, expected, roundings=1):
+    """Assert that filtered images are as expected, which is a NumPy array in float64."""
+    torch.testing.assert_close(found, torch.from_numpy(expected).float(), rtol=0, atol=roundings * RESAMPLED)
+
+
 def test_filters_and_displacements_are_scipys():
     images = photographs(2, height=19, width=24)
+    exact = images.double().numpy()
     for sigma in (0.4, 1.7):
-        expected = ndimage.gaussian_filter(images.double().numpy(), (0, 0, sigma, sigma), mode="nearest", truncate=4)
-        torch.testing.assert_close(
-            resampling.gaussian_blur(images, sigma), torch.from_numpy(expected).float(), rtol=0, atol=RESAMPLED
-        )
+        expected = ndimage.gaussian_filter(exact, (0, 0, sigma, sigma), mode="nearest", truncate=4)
+        assert_near(resampling.gaussian_blur(images, sigma), expected)
     down, right = 6 * torch.rand(2, 2, 19, 24, generator=torch.Generator().manual_seed(2)) - 3
     found = resampling.displaced(images, down, right)
     rows, columns = np.mgrid[:19, :24]
-    for image, ours, d, r in zip(images.double().numpy(), found, down.numpy(), right.numpy(), strict=True):
-        for plane, our in zip(image, ours, strict=True):
-            expected = ndimage.map_coordinates(plane, [rows + d, columns + r], order=1, mode="nearest")
-            torch.testing.assert_close(our, torch.from_numpy(expected).float(), rtol=0, atol=20 * RESAMPLED)
+    for i, channel in np.ndindex(2, 3):
+        places = [rows + down[i].numpy(), columns + right[i].numpy()]
+        assert_near(found[i, channel], ndimage.map_coordinates(exact[i, channel], places, order=1, mode="nearest"), 20)
     weights = np.exp(-0.5 * (np.arange(-4, 5) / 2.0) ** 2) * (np.arange(-4, 5) >= 0)
     for angle, axis in ((0, -1), (math.pi / 2, -2)):
-        expected = ndimage.correlate1d(images.double().numpy(), weights / weights.sum(), axis=axis, mode="nearest")
-        found = resampling.streak(images, torch.full((2,), angle), 4, 2)
-        torch.testing.assert_close(found, torch.from_numpy(expected).float(), rtol=0, atol=20 * RESAMPLED)
-    doubled = resampling.zoom(images, 2)
-    rows, columns = (np.arange(19) - 9) / 2 + 9, (np.arange(24) - 11.5) / 2 + 11.5
-    expected = ndimage.map_coordinates(
-        images[0, 0].double().numpy(), np.meshgrid(rows, columns, indexing="ij"), order=1
-    )
-    torch.testing.assert_close(doubled[0, 0], torch.from_numpy(expected).float(), rtol=0, atol=20 * RESAMPLED)
+        expected = ndimage.correlate1d(exact, weights / weights.sum(), axis=axis, mode="nearest")
+        assert_near(resampling.streak(images, torch.full((2,), angle), 4, 2), expected, 20)
+    places = np.meshgrid((np.arange(19) - 9) / 2 + 9, (np.arange(24) - 11.5) / 2 + 11.5, indexing="ij")
+    assert_near(resampling.zoom(images, 2)[0, 0], ndimage.map_coordinates(exact[0, 0], places, order=1), 20)
 
 
-def test_defocus_is_a_smoothed_disk():
+def test_defocus_contrast_and_brightness_by_their_formulas():
     """At the highest level the disk is 3x3 pixels; its edge is smoothed by exp(-50) of the centre's weight."""
-    images = photographs(2)
-    expected = ndimage.uniform_filter(images.double().numpy(), (0, 0, 3, 3), mode="nearest")
-    torch.testing.assert_close(
-        corrupt(images, "defocus_blur", 5), torch.from_numpy(expected).float(), rtol=0, atol=RESAMPLED
-    )
-
-
-def test_brightness_is_added_to_the_value_of_hsv():
     images = photographs(4)
     images[0, :, 0, 0] = 0
-    hsv = rgb_to_hsv(images.permute(0, 2, 3, 1).double().numpy())
+    exact = images.double().numpy()
+    assert_near(corrupt(images, "defocus_blur", 5), ndimage.uniform_filter(exact, (0, 0, 3, 3), mode="nearest"))
+    means = exact.mean((2, 3), keepdims=True)
+    assert_near(corrupt(images, "contrast", 2), means + 0.5 * (exact - means))
+    hsv = rgb_to_hsv(exact.transpose(0, 2, 3, 1))
     hsv[..., 2] = np.clip(hsv[..., 2] + 0.2, 0, 1)
-    expected = torch.from_numpy(hsv_to_rgb(hsv)).permute(0, 3, 1, 2).float()
-    torch.testing.assert_close(corrupt(images, "brightness", 4), expected, rtol=0, atol=RESAMPLED)
-
-
-def test_contrast_scales_differences_from_the_mean():
-    images = photographs(2)
-    means = images.double().mean((2, 3), keepdim=True)
-    torch.testing.assert_close(
-        corrupt(images, "contrast", 2), (means + 0.5 * (images - means)).float(), rtol=0, atol=RESAMPLED
-    )
+    assert_near(corrupt(images, "brightness", 4), hsv_to_rgb(hsv).transpose(0, 3, 1, 2))
 
 
 def by_pillow(image, change):
@@ -210,19 +178,17 @@ def test_fractals_fill_the_range_and_are_rougher_where_amplitudes_decay_less():
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
-        ({"images": torch.zeros(1, 3, 4, 4, dtype=torch.uint8)}, TypeError),
         ({"images": torch.zeros(1, 3, 4, 4, dtype=torch.float64)}, TypeError),
         ({"images": torch.zeros(3, 4, 4)}, ValueError),
         ({"images": torch.zeros(1, 2, 4, 4)}, ValueError),
         ({"images": torch.full((1, 3, 4, 4), 1.1)}, ValueError),
         ({"images": torch.full((1, 3, 4, 4), math.nan)}, ValueError),
         ({"name": "rain"}, ValueError),
-        ({"level": 0}, ValueError),
         ({"level": 6}, ValueError),
         ({"level": 1.0}, TypeError),
         ({"seed": -1}, ValueError),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    ids=range(9),
 )
 def test_bad_input_is_named(bad, error):
     arguments = {"images": torch.zeros(1, 3, 4, 4), "name": "fog", "level": 1} | bad
