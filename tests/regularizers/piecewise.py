@@ -70,6 +70,10 @@ def networks():
     found = {
         "mlp": (nn.Sequential(nn.Flatten(), *mlp(40, 8, 7, 6)), pixels),
         "narrow mlp": (nn.Sequential(*mlp(3, 8, 7)), (3,)),
+        "small fields": (
+            nn.Sequential(nn.Conv2d(2, 2, (2, 1)), nn.ReLU(), nn.Conv2d(2, 1, (1, 2)), nn.LeakyReLU()),
+            pixels,
+        ),
         "cnn": (nn.Sequential(*cnn), pixels),
         "pool first": (
             nn.Sequential(

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from loco_ext.regularizers import PILCRO, data_smoothness
-from loco_ext.regularizers.tangent import TangentRoute
 from tests.regularizers.networks import CLASSES, NETWORKS, SIZE, images, make
 
 NEAR = 1e-9  # tolerance in units of the gradient's largest number, in float64
@@ -47,6 +46,7 @@ def create_graph(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_gradient_is_create_graphs(name):
+    """Layers keep their inputs only for networks whose gradient needs them, and few networks take the other route."""
     model, x = make(name), images()
     target = data_smoothness(x)
     expected = create_graph(model, x, target)
@@ -55,19 +55,12 @@ def test_the_gradient_is_create_graphs(name):
         alpha = 3.0 * pixels if "reduction" in options else 3.0
         found = gradient(PILCRO("target", alpha, target=target, expectation="exact", **options), model, x)
         assert_near(found, expected)
-    sampled = [gradient(PILCRO(route=route), model, x) for route in ("tangent", "double_backward")]
-    assert_near(*sampled)
-    assert_near(gradient(PILCRO(chunk_size=2), model, x), sampled[0])
-
-
-def test_a_batch_of_one_image_is_measured_by_running_statistics():
-    layers = nn.Conv2d(3, 4, SIZE), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, CLASSES)
-    model, x = nn.Sequential(*layers).double().train(), images(1)  # one number for each channel: torch cannot train
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        model(x)
-    target = data_smoothness(x)
-    found = gradient(PILCRO("target", 3, target=target, expectation="exact"), model, x)
-    assert_near(found, create_graph(model, x, target))
+    tangent, chunks = PILCRO(), PILCRO(chunk_size=2)
+    sampled = gradient(tangent, model, x)
+    for other in (chunks, PILCRO(route="double_backward")):
+        assert_near(gradient(other, model, x), sampled)
+    assert tangent._route._keep_inputs == (name in ("smooth", "attention"))
+    assert tangent._route._is_unsuited == (name in ("checkpointed", "siamese", "overwriting"))
 
 
 def test_the_gradient_is_that_of_finite_differences():
@@ -82,34 +75,6 @@ def test_the_gradient_is_that_of_finite_differences():
             losses.append(pilcro(model, x).item())
             model[0].weight.add_(direction, alpha=-sign * step)
     assert (found * direction).sum().item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
-
-
-def test_piecewise_linear_networks_go_through_no_forward_pass_again():
-    """Layers keep their inputs only for networks whose gradient needs them."""
-    for name in NETWORKS:
-        pilcro = PILCRO()
-        pilcro(make(name), images())
-        assert isinstance(pilcro._route, TangentRoute)
-        assert pilcro._route._keep_inputs == (name in ("smooth", "attention"))
-        assert pilcro._route._is_unsuited == (name in ("checkpointed", "siamese", "overwriting"))
-
-
-class OutOfMemory(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.fails = nn.Linear(192, CLASSES).double(), True
-
-    def forward(self, x):
-        if self.fails:
-            raise torch.OutOfMemoryError("no memory")
-        return self.linear(x.flatten(1))
-
-
-def test_other_errors_of_a_model_change_no_route():
-    model, pilcro = OutOfMemory(), PILCRO()
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        pilcro(model, images())
-    assert not pilcro._route._is_unsuited
 
 
 def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():
@@ -138,19 +103,22 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
-            raise RuntimeError("a model that fails")
+            raise torch.OutOfMemoryError("no memory")
         return self.model(nn.functional.dropout(x, 0.3, training=True))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_flags_statistics_images_and_random_numbers_stay_as_they_were(fails):
-    model, x = Noisy(make("batch norm and pooling").train()), images()
+    """A call that fails does not count, and the next one takes the same route."""
+    model, x, pilcro = Noisy(make("batch norm and pooling").train()), images(), PILCRO(chunk_size=3)
     model.model[1].eval()
     model.fails = fails
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags, copy, state = [m.training for m in model.modules()], x.clone(), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="a model that fails") if fails else contextlib.nullcontext():
-        PILCRO(chunk_size=3)(model, x).backward()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") if fails else contextlib.nullcontext():
+        pilcro(model, x).backward()
+    assert pilcro.state_dict() == {"calls": 0 if fails else 1}
+    assert not pilcro._route._is_unsuited
     assert [m.training for m in model.modules()] == flags
     assert torch.equal(x, copy)
     assert torch.equal(torch.get_rng_state(), state)
@@ -168,21 +136,17 @@ def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
     model, x = make("residual").float(), images().float()
     expected = gradient(PILCRO(), model, x)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = PILCRO()(model, x)
-    assert loss.dtype == torch.float32
-    scaler.scale(loss).backward()
-    found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
-    torch.testing.assert_close(found / 1024, expected)
+        assert PILCRO()(model, x).dtype == torch.float32
+        scaled = gradient(lambda *args: scaler.scale(PILCRO()(*args)), model, x)
+    torch.testing.assert_close(scaled / 1024, expected)
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(gradient(PILCRO(), compiled, x), expected)
     model.linear.requires_grad_(False)
-    pilcro = PILCRO()
-    model.zero_grad()
-    pilcro(model, x).backward()
+    frozen = sum(p.numel() for p in model.linear.parameters())
+    found = gradient(PILCRO(), model, x)
     assert model.linear.weight.grad is None
-    torch.testing.assert_close(model.second.weight.grad.flatten(), _part(expected, model, "second.weight"))
+    torch.testing.assert_close(found[:-frozen], expected[:-frozen])
 
 
 @pytest.mark.parametrize("options", [{"expectation": "exact"}, {"route": "double_backward"}], ids=str)
@@ -195,11 +159,6 @@ def test_hooks_of_parameters_run_once(options):
     assert_near(gradient(PILCRO(**options), model, x), twice)
     hook.remove()
     assert_near(gradient(PILCRO(**options), model, x), once)
-
-
-def _part(vector: Tensor, model: nn.Module, name: str) -> Tensor:
-    sizes = [p.numel() for p in model.parameters()]
-    return vector.split(sizes)[[n for n, _ in model.named_parameters()].index(name)]
 
 
 def test_a_compiled_step_calls_it():
@@ -218,14 +177,6 @@ def test_a_compiled_step_calls_it():
     pilcro.load_state_dict({"calls": 0})
     expected = step(), model[0].weight.grad.clone()
     torch.testing.assert_close(found, expected)
-
-
-def test_a_call_that_fails_does_not_count():
-    pilcro = PILCRO()
-    with pytest.raises(ValueError, match="model"):
-        pilcro(nn.Conv2d(3, 3, 1), X)
-    assert pilcro.state_dict() == {"calls": 0}
-    assert pilcro(MODEL, X) > 0
 
 
 def test_networks_that_ignore_their_images_have_no_gradient_and_no_nan():
@@ -253,12 +204,10 @@ WRONG = {
     "target: expected None": lambda: PILCRO(target=torch.ones(8, 8)),
     "reduction: expected None for mode 'curvature'": lambda: PILCRO(reduction="mean"),
     "route: expected one of": lambda: PILCRO(route="forward"),
-    "seed: expected an int, got": lambda: PILCRO(seed=1.5),
     "seed: expected an int of 64 bits": lambda: PILCRO(seed=2**70),
     "state: expected a mapping with the key 'calls'": lambda: PILCRO().load_state_dict({}),
     "laplacian_kernel: expected at most 1 taps": lambda: PILCRO()(MODEL, X[:, :, :1]),
     "x: expected images of shape": lambda: PILCRO()(MODEL, X[:, 0]),
-    "x: expected a floating-point tensor": lambda: PILCRO()(MODEL, X.long()),
     "target: expected the images' size": lambda: PILCRO("target", target=torch.ones(4, 4))(MODEL, X),
     r"model: expected an output of shape \(2, classes\)": lambda: PILCRO()(nn.Conv2d(3, 3, 1), X),
     "model: expected an output that can be differentiated": lambda: PILCRO()(Detached(MODEL), X),

@@ -2,11 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from loco_ext import regularizers
 from tests import tolerances
@@ -20,7 +18,8 @@ def network(name, samples=3):
 
 
 def gradients_of(loss, model):
-    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
     return torch.cat([grad.flatten() for grad in grads])
 
 
@@ -32,35 +31,30 @@ def bends_with_graph(model, sample):
     return values, torch.stack(each)
 
 
-@pytest.mark.parametrize("top_percent", [100, 30, "max", 1e-3])
 @pytest.mark.parametrize("name", ["mlp", "narrow mlp", "1d", "residual"])
-def test_roll_is_the_loss_over_a_loop_of_units(name, top_percent):
+def test_losses_are_those_of_a_loop_over_units(name):
     model, x = network(name)
-    loss = 0
-    for sample in x:
-        z, gradients = bends_with_graph(model, sample)
-        terms = gradients.square().sum(1) + 0.7 * (1 - z.abs()).clamp(min=0)
-        count = len(terms) if top_percent == 100 else max(1, round(len(terms) * 0.3)) if top_percent == 30 else 1
-        loss = loss + terms.sort(descending=True).values[:count].mean() / len(x)
-    loss = 2.5 * loss
-    found = regularizers.ROLL(2.5, 0.7, top_percent)(model, x)
-    torch.testing.assert_close(found, loss, **tolerances.REGIONS)
-    torch.testing.assert_close(gradients_of(found, model), gradients_of(loss, model), **tolerances.REGION_LOSSES)
+    samples = [bends_with_graph(model, sample) for sample in x]
 
+    def assert_close(found, parts):
+        expected = sum(parts) / len(x)
+        torch.testing.assert_close(found, expected, **tolerances.REGIONS)
+        ours, theirs = gradients_of(found, model), gradients_of(expected, model)
+        torch.testing.assert_close(ours, theirs, **tolerances.REGION_LOSSES)
 
-@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
-@pytest.mark.parametrize("name", ["mlp", "1d", "residual"])
-def test_margin_loss_is_the_smallest_ratio_of_a_loop_of_units(name, p):
-    model, x = network(name)
-    q = math.inf if p == 1 else 1 if p == math.inf else p / (p - 1)
-    loss = 0
-    for sample in x:
-        z, gradients = bends_with_graph(model, sample)
-        inside = gradients.abs().amax(1) > 0
-        loss = loss - 1.5 * (z[inside].abs() / gradients[inside].norm(q, dim=1)).min() / len(x)
-    found = regularizers.MarginLoss(1.5, p)(model, x)
-    torch.testing.assert_close(found, loss, **tolerances.REGIONS)
-    torch.testing.assert_close(gradients_of(found, model), gradients_of(loss, model), **tolerances.REGION_LOSSES)
+    for top_percent, share in ((100, 1), (30, 0.3), ("max", 0), (1e-3, 0)):
+        parts = []
+        for z, gradients in samples:
+            terms = gradients.square().sum(1) + 0.7 * (1 - z.abs()).clamp(min=0)
+            count = max(1, round(len(terms) * share))
+            parts.append(2.5 * terms.sort(descending=True).values[:count].mean())
+        assert_close(regularizers.ROLL(2.5, 0.7, top_percent)(model, x), parts)
+    for p, q in ((1, math.inf), (2, 2), (3, 1.5), (math.inf, 1)):
+        parts = []
+        for z, gradients in samples:
+            inside = gradients.abs().amax(1) > 0
+            parts.append(-1.5 * (z[inside].abs() / gradients[inside].norm(q, dim=1)).min())
+        assert_close(regularizers.MarginLoss(1.5, p)(model, x), parts)
 
 
 def test_losses_can_be_measured_where_gradients_are_off():
@@ -84,7 +78,7 @@ def test_random_probes_are_unbiased_for_roll_and_its_gradient():
     assert torch.equal(auto, exact)
     generator, draws = torch.Generator().manual_seed(0), []
     estimate = regularizers.ROLL(1.0, 0.5, probes=8, generator=generator)
-    for _ in range(120):
+    for _ in range(60):
         value = estimate(model, x)
         draws.append(torch.cat([value.detach().view(1), gradients_of(value, model)]))
     draws = torch.stack(draws)
@@ -121,42 +115,34 @@ def test_networks_without_bends_and_infinite_radii_add_nothing():
     assert regularizers.ROLL(1.0, 1.0)(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x[:0]) == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled", "autocast", "scaler"])
-def test_training_lowers_the_loss(kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(*piecewise.mlp(4, 16, 16), nn.Linear(16, 2))
-    x = torch.randn(32, 4)
-    y = (x[:, 0] > 0).long()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=1024.0)
-    called = torch.compile(model, backend="eager") if kind == "compiled" else model
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_steps_autocast_and_a_scaler_change_no_gradient():
+    model, x = nn.Sequential(*piecewise.mlp(4, 8, 6)), torch.randn(5, 4)
     roll = regularizers.ROLL(2.0, 0.5)
-    before = roll(model, x).item()
+    expected = gradients_of(roll(model, x), model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = roll(model, x)
+    torch.testing.assert_close(gradients_of(loss, model), expected)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    torch.testing.assert_close(gradients_of(scaler.scale(roll(model, x)), model), 1024 * expected)
 
-    def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            loss = cross_entropy(called(x), y) + roll(called, x)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def step(model):
+        (model(x).sum() + roll(model, x)).backward()
 
-    if kind == "compiled":
-        step = torch.compile(step, backend="eager")
-    for _ in range(40):
-        step()
-    assert roll(model, x).item() < 0.8 * before
+    step(model)
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    torch.compile(step, backend="eager")(torch.compile(model, backend="eager"))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
 
 BAD = [
     ({"strength": -1.0}, ValueError, "strength: expected a finite number of at least 0"),
     ({"hinge": "1"}, TypeError, "hinge: expected a number, got '1'"),
     ({"top_percent": 0}, ValueError, "top_percent: expected more than 0 and at most 100, or 'max', got 0"),
-    ({"top_percent": 101}, ValueError, "top_percent: expected more than 0"),
     ({"top_percent": "most"}, TypeError, "top_percent: expected a number or 'max', got 'most'"),
     ({"probes": 0}, ValueError, "probes: expected at least 1, got 0"),
     ({"probes": "random"}, TypeError, "probes: expected an int, got 'random'"),
-    ({"probes": np.array([1, 2])}, TypeError, "probes: expected an int"),
     ({"memory_limit": 0}, ValueError, "memory_limit: expected at least 1, got 0"),
     ({"generator": 3}, TypeError, "generator: expected a torch.Generator, got int"),
     ({"probes": 3, "top_percent": 50}, ValueError, "probes: expected 'exact' to select 50 percent"),
