@@ -57,20 +57,6 @@ def test_losses_are_those_of_a_loop_over_units(name):
         assert_close(regularizers.MarginLoss(1.5, p)(model, x), parts)
 
 
-def test_losses_can_be_measured_where_gradients_are_off():
-    model, x = network("mlp")
-    for loss in (regularizers.ROLL(1.0, 0.5), regularizers.MarginLoss(1.0)):
-        expected = loss(model, x)
-        gradients = gradients_of(expected, model)
-        for context in (torch.no_grad(), torch.inference_mode()):
-            with context:
-                found = loss(model, x * 1)
-                made_inside = x * 1
-            assert not found.requires_grad
-            assert torch.equal(found, expected)
-            assert torch.equal(gradients_of(loss(model, made_inside), model), gradients)
-
-
 def test_random_probes_are_unbiased_for_roll_and_its_gradient():
     model, x = network("cnn")
     exact = regularizers.ROLL(1.0, 0.5, probes="exact")(model, x)
