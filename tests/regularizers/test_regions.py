@@ -61,27 +61,6 @@ def test_functions_and_methods_are_understood_like_modules(name, kind):
     assert name == "local" or {unit.module for unit in units} <= {"relu()", "max_pool2d()"}
 
 
-class Counting(nn.Module):
-    """A module whose own code counts its calls and draws numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        torch.rand(3)
-        return x.relu()
-
-
-def test_the_models_own_code_leaves_no_trace():
-    model, x = nn.Sequential(nn.Linear(4, 5), Counting(), nn.Linear(5, 2)), torch.randn(3, 4)
-    state = torch.get_rng_state()
-    regularizers.region_radius(model, x)
-    assert model[1].calls == 0
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class Keywords(nn.Module):
     """Four layers whose weights are passed by keyword, with a batch normalisation that synchronises when it trains."""
 

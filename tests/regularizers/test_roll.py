@@ -12,7 +12,7 @@ from tests.regularizers import piecewise
 from tests.regularizers.memory import peak_bytes
 
 
-def network(name, samples=3):
+def network(name, samples=2):
     model, shape = piecewise.networks()[name]
     return model, torch.randn(samples, *shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 

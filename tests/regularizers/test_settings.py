@@ -1,4 +1,4 @@
-"""What the caller has set, threads in parallel and compilation change no loss and no measurement."""
+"""Neither the caller's settings nor compilation or other threads change a loss or a measurement."""
 
 import contextlib
 import threading
@@ -22,14 +22,16 @@ TARGET = torch.rand(8, 8, dtype=torch.float64)
 
 
 class OfBuffers(nn.Module):
-    """A module whose weight is the product of two buffers."""
+    """A module whose weight is the product of two buffers, and whose code counts its calls and draws numbers."""
 
     def __init__(self):
         super().__init__()
-        for name in ("one", "other"):
-            self.register_buffer(name, torch.randn(10, 10))
+        for name, value in (("one", torch.randn(10, 10)), ("other", torch.randn(10, 10)), ("calls", torch.zeros(()))):
+            self.register_buffer(name, value)
 
     def forward(self, x):
+        self.calls += 1
+        torch.rand(3)
         return torch.relu(x @ (self.one @ self.other))
 
 
@@ -84,6 +86,7 @@ def test_what_the_caller_has_set_changes_nothing(name):
         if isinstance(setting, torch.no_grad | torch.inference_mode) and "PILCRO" not in name:
             assert gradients(inside) == []
     assert torch.equal(torch.get_rng_state(), state)
+    assert OF_BUFFERS.calls == 0
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

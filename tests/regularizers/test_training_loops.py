@@ -77,43 +77,6 @@ def test_lightnings_trainer(tmp_path):
     assert_same(module.model, plain_loop())
 
 
-class Classifier(nn.Module):
-    """A model whose output has logits, as those of transformers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.model(x)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
-def test_transformers_trainer(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pilcro = PILCRO(alpha=0.1, every=2)
-
-    class Trainer(transformers.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **options):
-            extra = pilcro(self.model.model, inputs["x"]) if model.training else 0
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
-            return (loss + extra, outputs) if return_outputs else loss + extra
-
-        def _get_train_sampler(self, *_):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    model = Classifier(make_model())
-    settings = transformers.TrainingArguments(
-        **{"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0},
-        **{"num_train_epochs": 1, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"},
-        **{"save_strategy": "no", "learning_rate": 0.1},
-    )
-    data = [{"x": x, "labels": y} for x, y in make_data()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model, settings, train_dataset=data, optimizers=(optimizer, None)).train()
-    assert_same(model.model, plain_loop())
-
-
 def train_rank(rank: int, result_path: str) -> None:
     """Train one step with accumulation under DDP; save the gradients."""
     model = DistributedDataParallel(make_model().double())
