@@ -102,6 +102,10 @@ class AffineCall:
         name = getattr(self.node.target, "__name__", self.node.target)
         return f"{name}() in {stack[-1][0] if stack else 'the model'}"
 
+    def refuse_axis(self) -> NotPiecewiseLinearError:
+        """Return the error for an operation that may mix samples."""
+        return self.refuse(f"an operation along the axis of samples: {self.description}")
+
     def refuse(self, got: str | None = None) -> NotPiecewiseLinearError:
         """Return the error for an operation that is not supported."""
         return NotPiecewiseLinearError(f"model: expected piecewise linear layers, got {got or self.description}")
@@ -169,15 +173,15 @@ def _sum_of_two(call: AffineCall, sign: int) -> Tensor:
     if not call.kwargs.keys() <= {"alpha"} or len(call.args) != 2:
         raise call.refuse()
     one, other = call.args
+    constant = None if all(call.depends) else call.args[call.depends[0]]
+    shape = _shared(call, constant).shape if isinstance(constant, Tensor) else ()
     if call.kind is Pass.VALUE:
         return one + sign * factor * other
     sign = 1 if call.kind is Pass.DEPENDENCE else sign * factor
     if all(call.depends):
         return one + sign * other
-    term, constant = (one, other) if call.depends[0] else (sign * other, one)
-    if not isinstance(constant, Tensor):
-        return term
-    return term.expand(torch.broadcast_shapes(term.shape, _shared(call, constant).shape))
+    term = one if call.depends[0] else sign * other
+    return term.expand(torch.broadcast_shapes(term.shape, shape))
 
 
 def _product(call: AffineCall) -> Tensor:
@@ -243,22 +247,23 @@ def _check_axes(call: AffineCall, dims: int, axes: Any) -> None:
     """Raise unless the axes are given, and the axis of samples is not among them."""
     each = axes if isinstance(axes, tuple | list) else (axes,)
     if not all(isinstance(axis, int) and axis % dims for axis in each):
-        raise call.refuse(f"an operation along the axis of samples: {call.description}")
+        raise call.refuse_axis()
 
 
 def _permuted(call: AffineCall) -> Tensor:
     axes = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
     if not axes or axes[0] != 0:
-        raise call.refuse(f"an operation along the axis of samples: {call.description}")
+        raise call.refuse_axis()
     return call.args[0].permute(*axes)
 
 
 def _item(call: AffineCall) -> Any:
     source, places = call.args
     if isinstance(source, Tensor):
-        first, *_ = places if isinstance(places, tuple) else (places,)
-        if first is not ... and first != slice(None):
-            raise call.refuse(f"an operation along the axis of samples: {call.description}")
+        each = places if isinstance(places, tuple) else (places,)
+        indexed = sum(place is not None and place is not ... for place in each)
+        if (each[0] is not ... and each[0] != slice(None)) or indexed > source.dim() - (each[0] is ...):
+            raise call.refuse_axis()
     return source[places]
 
 

@@ -249,7 +249,7 @@ class Frozen:
         result = self.network.affine[node](call)
         for part in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(part, Tensor) or part.shape[:1] != (self.batch,):
-                raise call.refuse(f"an operation along the axis of samples: {call.description}")
+                raise call.refuse_axis()
         return result
 
     def linear_weight(self, node: fx.Node) -> Tensor:

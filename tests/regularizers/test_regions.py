@@ -305,7 +305,8 @@ REFUSED = {
     "transposed": (Mixing(lambda x: x.transpose(0, 1)), "axis of samples"),
     "merged": (Mixing(lambda x: x.view(-1, 2)), "axis of samples"),
     "first": (Mixing(lambda x: x[0]), "axis of samples"),
-    "constants by sample": (Mixing(lambda x: x + torch.arange(3.0).view(3, 1)), "axis of samples"),
+    "first behind an ellipsis": (Mixing(lambda x: x[..., 0, :]), "axis of samples"),
+    "constants by sample": (Mixing(lambda x: x + torch.arange(4.0).view(4, 1)), "a constant for each sample"),
     "weight of the input": (Mixing(lambda x: functional.linear(x, x)), r"depends on the input: linear\(\)"),
     "by keyword": (Mixing(lambda x: torch.cat(tensors=[x, x], dim=1)), r"by keyword: cat\(\)"),
     "a new axis of samples": (Mixing(lambda x: x.unsqueeze(-3)), "axis of samples"),
@@ -318,8 +319,9 @@ REFUSED = {
 def test_what_is_not_known_to_be_piecewise_linear_is_refused(name):
     model, said = REFUSED[name]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(regularizers.NotPiecewiseLinearError, match=said):
-        regularizers.region_radius(model, torch.randn(3, 4))
+    for measure in (regularizers.region_radius, regularizers.count_regions):
+        with pytest.raises(regularizers.NotPiecewiseLinearError, match=said):
+            measure(model, torch.randn(4, 4))  # as many samples as numbers, so that shapes do not tell them apart
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
