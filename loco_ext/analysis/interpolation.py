@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
-from loco_ext.geometry import BlockPattern
+from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.evaluation import device_of, measuring
 
 METHODS = ("linear", "string", "outputs")
@@ -189,15 +189,14 @@ def _check_alike(first: nn.Module, second: nn.Module) -> None:
         )
         if got != expected:
             raise ValueError(f"second: expected parameters and buffers as in first, got {got} for {expected} in {name}")
-    for (name, pattern), (_, other) in zip(_patterns(first), _patterns(second), strict=True):
+    layers, twins = (
+        {name: module for name, module in model.named_modules() if isinstance(module, LocallyConnectedNd)}
+        for model in (first, second)
+    )
+    for (name, layer), twin in zip(layers.items(), twins.values(), strict=True):
+        pattern, other = layer.pattern.to("cpu"), twin.pattern.to("cpu")
         if not (
             torch.equal(pattern.crow_indices, other.crow_indices)
             and torch.equal(pattern.col_indices, other.col_indices)
         ):
             raise ValueError(f"second: expected the blocks of first, got others in {name or 'the model'}")
-
-
-def _patterns(model: nn.Module) -> list[tuple[str, BlockPattern]]:
-    """Return name and block pattern of each locally connected layer."""
-    found = [(name, getattr(module, "pattern", None)) for name, module in model.named_modules()]
-    return [(name, pattern.to("cpu")) for name, pattern in found if isinstance(pattern, BlockPattern)]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_count, check_module, check_number, check_seed
+from loco_ext.argument_checks import check_count, check_number, check_seed
 from loco_ext.fx.modules import unwrapped
 from loco_ext.optim.backward import ordinary_gradients
-from loco_ext.regularizers.evaluation import measuring
+from loco_ext.regularizers.evaluation import measuring, trained_parameters
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -63,7 +63,8 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
         >>> torch.isclose(torch.tensor(norm), model.weight.norm().detach())
         tensor(True)
     """
-    parameters, model = _check(model, data), unwrapped(model)
+    check_data(data)
+    parameters, model = trained_parameters(model), unwrapped(model)
     with measuring(model, parameters[0].device), ordinary_gradients(model):
         total = _zeros(parameters)
         for value, share in _losses(model, loss, data):
@@ -100,7 +101,8 @@ def top_hessian_eigenvalue(
         >>> round(analysis.top_hessian_eigenvalue(model, torch.nn.functional.mse_loss, [batch]).value, 3)
         9.0
     """
-    parameters, model = _check(model, data), unwrapped(model)
+    check_data(data)
+    parameters, model = trained_parameters(model), unwrapped(model)
     check_number("tolerance", tolerance)
     check_count("iterations", iterations, smallest=1)
     check_seed(seed)
@@ -132,16 +134,6 @@ def check_data(data: Batches) -> None:
         raise TypeError(f"data: expected a sequence of pairs (inputs, targets), got {type(data).__name__}")
     if not sum(len(targets) for _, targets in data):
         raise ValueError("data: expected at least one sample, got none")
-
-
-def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
-    """Check the arguments and return the parameters that require a gradient."""
-    check_module("model", model)
-    check_data(data)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError("model: expected parameters that require gradients, got none")
-    return parameters
 
 
 def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[tuple[Tensor, float]]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from loco_ext.argument_checks import check_choice, check_module
-from loco_ext.geometry import BlockPattern
+from loco_ext.nn.locally_connected import LocallyConnectedNd
 
 
 @contextmanager
@@ -36,9 +35,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     """
     check_module("model", model)
     check_choice("kept", kept, ("local", "off-local"))
-    layers: list[Any] = [
-        module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, LocallyConnectedNd)]
     if not layers:
         raise ValueError("model: expected locally connected layers in it, got none")
     for layer in layers:

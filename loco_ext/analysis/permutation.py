@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from loco_ext.analysis.target_logits import check_classifier, gradients_of_targets, of_targets
+from loco_ext.analysis.target_logits import check_classifier, check_int64, gradients_of_targets, of_targets
 from loco_ext.argument_checks import check_count
 from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import constant, measuring
@@ -103,9 +103,7 @@ def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def _check_units(units: Tensor, x: Tensor) -> None:
-    if not isinstance(units, Tensor) or units.dtype != torch.int64:
-        found = units.dtype if isinstance(units, Tensor) else type(units).__name__
-        raise TypeError(f"units: expected an int64 tensor, got {found}")
+    check_int64("units", units)
     if units.dim() != 2 or units.shape[1] != 3:
         raise ValueError(f"units: expected shape (K, 3), got {tuple(units.shape)}")
     if ((units.cpu() < 0) | (units.cpu() >= torch.tensor(x.shape[1:], device="cpu"))).any():

@@ -13,11 +13,16 @@ def check_classifier(model: nn.Module, x: Tensor, targets: Any) -> None:
     """Raise TypeError or ValueError unless these are a module, images (N, C, H, W) and int64 classes (N,)."""
     check_module("model", model)
     check_images("x", x)
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        found = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"targets: expected an int64 tensor, got {found}")
+    check_int64("targets", targets)
     if targets.shape != x.shape[:1]:
         raise ValueError(f"targets: expected shape {tuple(x.shape[:1])}, got {tuple(targets.shape)}")
+
+
+def check_int64(name: str, value: Any) -> None:
+    """Raise TypeError unless the value is an int64 tensor."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected an int64 tensor, got {found}")
 
 
 def of_targets(values: Tensor, x: Tensor, targets: Tensor) -> Tensor:

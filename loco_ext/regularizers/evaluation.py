@@ -25,35 +25,28 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     they are for the gradient of the training loss. What is switched belongs to the model or to the process, so that
     another thread waits until this one has measured.
     """
-    with _ONE_THREAD_MEASURES, _switched(model, device):
-        yield
-
-
-@contextmanager
-def _switched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Switch what :func:`measuring` says, and restore it on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    hooks = [(parameter, parameter._backward_hooks) for parameter in model.parameters() if parameter._backward_hooks]
-    devices = [device] if device.type == "cuda" else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        for parameter, _ in hooks:
-            parameter._backward_hooks = None
-        with (
-            torch.random.fork_rng(devices),
-            torch.autocast(device.type, enabled=False),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, own in hooks:
-            parameter._backward_hooks = own
+    with _ONE_THREAD_MEASURES:
+        modes = [(module, module.training) for module in model.modules()]
+        hooks = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
+        try:
+            for module, _ in modes:
+                module.training = False
+            for parameter, _ in hooks:
+                parameter._backward_hooks = None
+            with (
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                torch.autocast(device.type, enabled=False),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                sdpa_kernel(SDPBackend.MATH),
+                torch.compiler.set_stance("force_eager"),
+            ):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for parameter, own in hooks:
+                parameter._backward_hooks = own
 
 
 def constant(x: Tensor) -> Tensor:
@@ -82,12 +75,9 @@ def check_logits(logits: Any, x: Tensor) -> None:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient; raise ValueError if there are none, TypeError for sharded ones."""
+    """Return the parameters that require a gradient; raise ValueError if there are none."""
     check_module("model", model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("model: expected parameters that require gradients, got none")
-    for parameter in parameters:
-        if type(parameter.data) is not Tensor:
-            raise TypeError(f"model: expected parameters that are whole, got {type(parameter.data).__name__}")
     return parameters

@@ -139,25 +139,6 @@ def random_directions(x: Tensor, count: int, generator: torch.Generator | None =
     return signs.to(x.dtype).mul_(2).sub_(1)
 
 
-class NormSums:
-    """Norms of gradients, summed up over directions.
-
-    Args:
-        q: exponent of the norm, at least 1; ``inf`` for the largest magnitude.
-    """
-
-    def __init__(self, q: float) -> None:
-        self.q = q
-        self.norms: dict[fx.Node, Tensor] = {}
-
-    def add(self, node: fx.Node, tangents: Tensor) -> None:
-        """Add tangents ``[K, N or 1, ...]`` of the units of an operation."""
-        part = _norm(tangents, self.q)
-        if node in self.norms:
-            part = _norm(torch.stack([self.norms[node], part]), self.q)
-        self.norms[node] = part
-
-
 def _norm(tangents: Tensor, q: float) -> Tensor:
     """Return the norm over the first axis; powers neither overflow nor vanish."""
     if q in (1, math.inf):
@@ -184,17 +165,22 @@ def _scaled_norm(tangents: Tensor, q: float) -> Tensor:
 
 def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: Tensor) -> dict[fx.Node, Tensor]:
     """Return ``||dz/dx||_q`` of all bends ``z``, ``[N or 1, ...]`` by node."""
-    sums = NormSums(q)
+    norms: dict[fx.Node, Tensor] = {}
+
+    def add(node: fx.Node, tangents: Tensor) -> None:
+        part = _norm(tangents, q)
+        norms[node] = _norm(torch.stack([norms[node], part]), q) if node in norms else part
+
     relu = _only_relu_behind(frozen, probes.node) if probes.extents is None else None
     if relu is not None:
         weight, live = frozen.linear_weight(probes.node), frozen.bends[relu].sides
-        sums.add(relu, weight.mT.unsqueeze(1))
+        add(relu, weight.mT.unsqueeze(1))
         for tangents in _live_factor(weight, live, chunk):
-            frozen.tangents({relu: tangents}, sums.add)
-        return sums.norms
+            frozen.tangents({relu: tangents}, add)
+        return norms
     for tangents in directions(probes, frozen, chunk, like):
-        frozen.tangents({probes.node: tangents}, sums.add)
-    return sums.norms
+        frozen.tangents({probes.node: tangents}, add)
+    return norms
 
 
 def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:

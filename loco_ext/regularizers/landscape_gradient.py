@@ -63,34 +63,29 @@ def landscape_gradient(
     weights = (weights / len(x)).requires_grad_()
     loss = ops.landscape(g, weights, stencil, target).loss * factor
     u, c = (part.split([len(found.g) for found in founds]) for part in torch.autograd.grad(loss, (g, weights)))
-    total = _Sum(parameters)
-    total.add(pull(u[-1]))
+    total: list[Tensor | None] = [None] * len(parameters)
+    _add(total, pull(u[-1]))
     del pull
     for (chunk, _k, draw), found, direction in zip(pieces[:-1], founds, u, strict=False):
         restart()
         _, pull = route(model, parameters, chunk, found.classes, draw)
-        total.add(pull(direction))
+        _add(total, pull(direction))
         del pull
     if exact:
         for i, chunk in enumerate(chunks):
             restart()
             by_class = torch.stack(c[i * count : (i + 1) * count], 1)  # [N, classes]
             probable = (model(chunk.clone()).double().softmax(1) * by_class).sum() / len(x)
-            total.add(torch.autograd.grad(probable, parameters, allow_unused=True))
-    return loss.detach(), total.parts
+            _add(total, torch.autograd.grad(probable, parameters, allow_unused=True))
+    return loss.detach(), total
 
 
-class _Sum:
-    """Sums gradients in place."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parts: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, gradients: Gradients) -> None:
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                part = self.parts[i]
-                self.parts[i] = gradient.detach() if part is None else part.add_(gradient)
+def _add(total: list[Tensor | None], gradients: Gradients) -> None:
+    """Add gradients to ``total`` in place; None is zero."""
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            part = total[i]
+            total[i] = gradient.detach() if part is None else part.add_(gradient)
 
 
 def _restart_rng(device: torch.device) -> Callable[[], None]:

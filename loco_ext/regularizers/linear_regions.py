@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module, check_tensor
-from loco_ext.regularizers.frozen import BendingOperation, Frozen, FrozenNetwork
+from loco_ext.regularizers.frozen import Frozen, FrozenNetwork
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
 from loco_ext.regularizers.ieee import ieee_arithmetic
 
@@ -137,15 +137,14 @@ class Nearest:
 
     def units(self, network: FrozenNetwork) -> list[Unit | None]:
         """Return the names of the bends."""
-        return [
-            None if number < 0 else _unit(network.bending_operations[number], self.shapes[number], flat)
-            for number, flat in zip(self.operation.tolist(), self.index.tolist(), strict=True)
-        ]
-
-
-def _unit(operation: BendingOperation, shape: torch.Size, flat: int) -> Unit:
-    index = np.unravel_index(flat, shape)
-    return Unit(operation.module, operation.call, tuple(map(int, index)))
+        units: list[Unit | None] = []
+        for number, flat in zip(self.operation.tolist(), self.index.tolist(), strict=True):
+            if number < 0:
+                units.append(None)
+                continue
+            operation, index = network.bending_operations[number], np.unravel_index(flat, self.shapes[number])
+            units.append(Unit(operation.module, operation.call, tuple(map(int, index))))
+        return units
 
 
 @torch.no_grad()

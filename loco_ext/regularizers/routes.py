@@ -31,9 +31,11 @@ def double_backward(
     """Differentiate the backward pass itself: the reference, which every differentiable network supports."""
     found = input_gradients(model, x, classes, uniform, graph=True)
 
-    def pull(u: Tensor) -> Gradients:
-        if not found.g.requires_grad:
-            return [None] * len(parameters)
-        return torch.autograd.grad(found.g, parameters, u, allow_unused=True)
+    return found._replace(g=found.g.detach()), lambda u: pull_back(found.g, parameters, u)
 
-    return found._replace(g=found.g.detach()), pull
+
+def pull_back(g: Tensor, parameters: Sequence[nn.Parameter], u: Tensor) -> Gradients:
+    """Return the gradient of <g, u> in each parameter, None where it is zero."""
+    if not g.requires_grad:
+        return [None] * len(parameters)
+    return torch.autograd.grad(g, parameters, u, allow_unused=True)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from loco_ext.regularizers.input_gradients import InputGradients, input_gradients
-from loco_ext.regularizers.routes import Gradients, Pull, double_backward
+from loco_ext.regularizers.routes import Gradients, Pull, double_backward, pull_back
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 # ReLUs, and whether they write to their input.
@@ -72,10 +72,8 @@ class TangentRoute:
         passes.forward_is_over = True
 
         def pull(u: Tensor) -> Gradients:
-            if not found.g.requires_grad:
-                return [None] * len(parameters)
             try:
-                return torch.autograd.grad(found.g, parameters, u, allow_unused=True)
+                return pull_back(found.g, parameters, u)
             except _InputsNeeded:
                 self._keep_inputs = True
             _, pull_again = self(model, parameters, x, found.classes, uniform)
