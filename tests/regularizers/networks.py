@@ -47,7 +47,13 @@ def batch_norm_and_pooling() -> nn.Module:
         nn.ReLU(True),
         nn.MaxPool2d(3, 2, 1),
     )
-    rest = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6, affine=False), nn.LeakyReLU(0.1, True), nn.ReLU6(), nn.AvgPool2d(2)
+    rest = (
+        nn.Conv2d(8, 6, 1),
+        nn.BatchNorm2d(6, affine=False),
+        nn.LeakyReLU(0.1, True),
+        nn.Hardtanh(-0.1, 0.5),
+        nn.AvgPool2d(2),
+    )
     return nn.Sequential(*block, *rest, nn.Dropout(0.5), nn.Flatten(), nn.Linear(24, CLASSES))
 
 
