@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import loco_ext
-from loco_ext import geometry, ops, sparsity
+from loco_ext import geometry, sparsity
 from tests.covering import covering
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -163,11 +163,3 @@ def covered_modes(*axes: Iterable[Any]) -> list[Any]:
 
 def mode_id(mode: dict[str, object]) -> str:
     return f"{mode['norm']}{'-metric' if mode['metric'] else ''}-{mode['power']}"
-
-
-def ring_prox_of_taps(case: Case, backend: str) -> Tensor:
-    """Run the case by the underlying operator ``ops.ring_prox``, which takes the ring of each tap."""
-    with loco_ext.backend(backend):
-        return ops.ring_prox(
-            case.weight, case.rings.of_taps, case.thresholds, case.squared, case.metric, linf=case.norm == "linf"
-        )

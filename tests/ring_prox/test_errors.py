@@ -8,23 +8,35 @@ from loco_ext import ops, sparsity
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 
 WEIGHT = torch.randn(4, 2, 3, 3)
+ONES = torch.ones(4, 2, 3, 3)
 T = [0.1, 0.2, 0.3]
 ROW = torch.tensor(T, dtype=torch.float64)
-FUNCTIONS = {
-    "ring_prox": lambda weight=WEIGHT, thresholds=T, **more: sparsity.ring_prox(weight, thresholds, **more),
-    "kkt_residual": lambda weight=WEIGHT, thresholds=T, **more: sparsity.kkt_residual(
-        weight, weight, thresholds, **more
-    ),
-}
-BOTH = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+PENALTIES = (RingPenalty(0.1), KernelPenalty(0.1), KernelPenalty(0.1, power=2))
+
+
+def prox(weight=WEIGHT, thresholds=T, **more):
+    return sparsity.ring_prox(weight, thresholds, **more)
+
+
+def residual(weight=WEIGHT, thresholds=T, **more):
+    return sparsity.kkt_residual(weight, weight, thresholds, **more)
+
+
+def expect(error, message, function, **arguments):
+    """Assert that the call raises the error, whose message begins with the pattern, and writes to no argument."""
+    before = WEIGHT.clone()
+    with pytest.raises(error, match=f"^{message}"):
+        function(**arguments)
+    assert torch.equal(WEIGHT, before)
+
+
 OF_WEIGHTS = {
-    **FUNCTIONS,
+    "ring_prox": prox,
+    "kkt_residual": residual,
     "ring_norms": sparsity.ring_norms,
     "kernel_sizes": sparsity.kernel_sizes,
-    "ring_value": RingPenalty(0.1).value,
-    "ring_prox_of_penalty": lambda weight: RingPenalty(0.1).prox(weight, 1.0),
-    "kernel_value": KernelPenalty(0.1, power=2).value,
-    "kernel_prox_of_penalty": lambda weight: KernelPenalty(0.1, power=2).prox(weight, 1.0),
+    **{f"value_{i}": penalty.value for i, penalty in enumerate(PENALTIES)},
+    **{f"prox_{i}": lambda weight, p=penalty: p.prox(weight, 1.0) for i, penalty in enumerate(PENALTIES)},
 }
 # The weight, the error, and what its message says was received.
 BAD_WEIGHTS = {
@@ -34,196 +46,151 @@ BAD_WEIGHTS = {
     "6_d": (torch.ones(2, 2, 1, 1, 1, 1), ValueError, r"\(2, 2, 1, 1, 1, 1\)"),
     "no_channels": (torch.ones(4, 0, 3, 3), ValueError, r"\(4, 0, 3, 3\)"),
     "no_rows": (torch.ones(4, 2, 0, 3), ValueError, r"\(4, 2, 0, 3\)"),
-    "int": (torch.ones(4, 2, 3, 3, dtype=torch.int64), TypeError, "int64"),
-    "bool": (torch.ones(4, 2, 3, 3, dtype=torch.bool), TypeError, "bool"),
-    "complex": (torch.ones(4, 2, 3, 3, dtype=torch.complex64), TypeError, "complex64"),
-    "sparse": (torch.ones(4, 2, 3, 3).to_sparse(), TypeError, "sparse"),
+    "int": (ONES.long(), TypeError, "int64"),
+    "bool": (ONES.bool(), TypeError, "bool"),
+    "complex": (ONES.to(torch.complex64), TypeError, "complex64"),
+    "sparse": (ONES.to_sparse(), TypeError, "sparse"),
 }
 
 
 @pytest.mark.parametrize("function", OF_WEIGHTS.values(), ids=OF_WEIGHTS)
-@pytest.mark.parametrize("bad", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
-def test_what_is_no_convolutions_weight(bad, function):
-    weight, error, came = bad
-    with pytest.raises(error, match=rf"^weight: expected .*{came}"):
-        function(weight)
+def test_what_is_no_convolutions_weight(function):
+    for weight, error, came in BAD_WEIGHTS.values():
+        expect(error, f"weight: expected .*{came}", function, weight=weight)
 
 
-BAD_OPTIONS = {
-    "kind": ({"kind": "quarter"}, "kind: expected .*'quarter'"),
-    "first": ({"first": "left"}, "first: expected .*'left'"),
-    "norm": ({"norm": "l1"}, "norm: expected 'l2' or 'linf', got 'l1'"),
-}
+BAD_THRESHOLDS = [
+    ([0.1, 0.2], ValueError, r"expected 3 numbers.*\(2,\)"),
+    ([0.1] * 4, ValueError, r"expected 3 numbers.*\(4,\)"),
+    (0.1, ValueError, r"expected 3 numbers.*\(\)"),
+    (torch.ones(5, 3), ValueError, r"4 filters.*\(5, 3\)"),
+    (torch.ones(1, 4, 3), ValueError, r"\(1, 4, 3\)"),
+    ([[0.1], [0.2, 0.3]], TypeError, "expected .*numbers"),
+    ("abc", TypeError, "expected .*numbers, got 'abc'"),
+    ([0.1, -0.2, 0.3], ValueError, r"finite numbers of at least 0, got .*-0\.2"),
+    ([0.1, float("nan"), 0.3], ValueError, "finite numbers of at least 0, got .*nan"),
+    ([0.1, float("inf"), 0.3], ValueError, "finite numbers of at least 0, got .*inf"),
+]
 
 
-@BOTH
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_unknown_names(options, message, function):
-    with pytest.raises(ValueError, match=message):
-        function(**options)
+@pytest.mark.parametrize("function", [prox, residual])
+def test_thresholds_and_names_of_groups_that_cannot_be(function):
+    for bad, error, message in BAD_THRESHOLDS:
+        for name in ("thresholds", "squared"):
+            expect(error, f"{name}: .*{message}", function, **{name: bad})
+    expect(TypeError, "thresholds: .*expected .*None", function, thresholds=None)
+    expect(ValueError, "kind: expected .*'quarter'", function, kind="quarter")
+    expect(ValueError, "first: expected .*'left'", function, first="left")
+    expect(ValueError, "norm: expected 'l2' or 'linf', got 'l1'", function, norm="l1")
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS.values(), sparsity.ring_norms, sparsity.kernel_sizes])
+RINGS_OF_WEIGHTS = [prox, residual, sparsity.ring_norms, sparsity.kernel_sizes]
+
+
+@pytest.mark.parametrize("function", [*RINGS_OF_WEIGHTS, lambda weight, kind: RingPenalty(0.1, kind).prox(weight, 1.0)])
 def test_even_kernels_have_no_full_rings(function):
-    with pytest.raises(ValueError, match=r"kernel_size: expected odd sizes for full rings, got \(3, 4\)"):
-        function(torch.ones(4, 2, 3, 4), kind="full")
-    with pytest.raises(ValueError, match="kernel_size: expected odd sizes"):
-        RingPenalty(0.1, "full").value(torch.ones(4, 2, 3, 4))
-    with pytest.raises(ValueError, match="kernel_size: expected odd sizes"):
-        RingPenalty(0.1, "full").prox(torch.ones(4, 2, 3, 4), 1.0)
+    message = r"kernel_size: expected odd sizes for full rings, got \(3, 4\)"
+    expect(ValueError, message, function, weight=torch.ones(4, 2, 3, 4), kind="full")
 
 
-BAD_THRESHOLDS = {
-    "too_few": ([0.1, 0.2], ValueError, r"expected 3 numbers.*\(2,\)"),
-    "too_many": ([0.1] * 4, ValueError, r"expected 3 numbers.*\(4,\)"),
-    "one_number": (0.1, ValueError, r"expected 3 numbers.*\(\)"),
-    "rows_of_other_kernels": (torch.ones(5, 3), ValueError, r"4 filters.*\(5, 3\)"),
-    "3_d": (torch.ones(1, 4, 3), ValueError, r"\(1, 4, 3\)"),
-    "ragged": ([[0.1], [0.2, 0.3]], TypeError, "expected .*numbers"),
-    "no_numbers": ("abc", TypeError, "expected .*numbers, got 'abc'"),
-    "none": (None, TypeError, "expected .*None"),
-    "negative": ([0.1, -0.2, 0.3], ValueError, r"finite numbers of at least 0, got .*-0\.2"),
-    "nan": ([0.1, float("nan"), 0.3], ValueError, "finite numbers of at least 0, got .*nan"),
-    "inf": ([0.1, float("inf"), 0.3], ValueError, "finite numbers of at least 0, got .*inf"),
-}
+BAD_METRICS = [
+    (0.5, TypeError, "float"),
+    (torch.ones(4, 2, 3), ValueError, r"\(4, 2, 3, 3\), got \(4, 2, 3\)"),
+    (torch.ones(1, 2, 3, 3), ValueError, r"\(4, 2, 3, 3\), got \(1, 2, 3, 3\)"),
+    (ONES.int(), TypeError, "int32"),
+    (torch.ones(4, 2, 3, 3, device="meta"), TypeError, "device cpu .*meta"),
+    (ONES.to_sparse(), TypeError, "sparse"),
+    (ONES.index_fill(0, torch.tensor(1), 0.0), ValueError, r"positive numbers, got 0\.0"),
+    (-ONES, ValueError, r"positive numbers, got -1\.0"),
+]
 
 
-@BOTH
-@pytest.mark.parametrize(("bad", "error", "message"), BAD_THRESHOLDS.values(), ids=BAD_THRESHOLDS)
-def test_thresholds_that_cannot_be(bad, error, message, function):
-    with pytest.raises(error, match=f"^thresholds: .*{message}"):
-        function(thresholds=bad)
-    if bad is not None:
-        with pytest.raises(error, match=f"^squared: .*{message}"):
-            function(squared=bad)
+@pytest.mark.parametrize(
+    "function", [prox, residual, *(lambda metric, p=p: p.prox(WEIGHT, 1.0, metric) for p in PENALTIES)]
+)
+def test_metrics_that_cannot_be(function):
+    for bad, error, came in BAD_METRICS:
+        expect(error, f"metric: expected .*{came}", function, metric=bad)
 
 
-def test_squared_thresholds_have_the_shape_of_the_plain_ones():
-    with pytest.raises(ValueError, match=r"^squared: expected shape \(3,\), got \(4, 3\)"):
-        sparsity.ring_prox(WEIGHT, T, squared=torch.ones(4, 3))
+def test_results_of_another_shape():
+    for result in (torch.ones(4, 2, 3), torch.ones(1, 2, 3, 3)):
+        message = r"result: expected weight's shape \(4, 2, 3, 3\), got"
+        expect(ValueError, message, sparsity.kkt_residual, weight=WEIGHT, result=result, thresholds=T)
+    message = "result: expected a tensor, got list"
+    expect(TypeError, message, sparsity.kkt_residual, weight=WEIGHT, result=[1.0], thresholds=T)
 
 
-BAD_METRICS = {
-    "no_tensor": (0.5, TypeError, "float"),
-    "shape": (torch.ones(4, 2, 3), ValueError, r"\(4, 2, 3, 3\), got \(4, 2, 3\)"),
-    "shape_that_broadcasts": (torch.ones(1, 2, 3, 3), ValueError, r"\(4, 2, 3, 3\), got \(1, 2, 3, 3\)"),
-    "int": (torch.ones(4, 2, 3, 3, dtype=torch.int32), TypeError, "int32"),
-    "device": (torch.ones(4, 2, 3, 3, device="meta"), TypeError, "device cpu .*meta"),
-    "sparse": (torch.ones(4, 2, 3, 3).to_sparse(), TypeError, "sparse"),
-    "zero": (torch.ones(4, 2, 3, 3).index_fill(0, torch.tensor(1), 0.0), ValueError, r"positive numbers, got 0\.0"),
-    "negative": (-torch.ones(4, 2, 3, 3), ValueError, r"positive numbers, got -1\.0"),
-}
-PROX_IN_METRIC = {
-    **FUNCTIONS,
-    "ring_penalty": lambda metric: RingPenalty(0.1).prox(WEIGHT, 1.0, metric),
-    "kernel_penalty": lambda metric: KernelPenalty(0.1).prox(WEIGHT, 1.0, metric),
-    "kernel_penalty_squared": lambda metric: KernelPenalty(0.1, power=2).prox(WEIGHT, 1.0, metric),
-}
+BAD_PENALTIES = [
+    ({"strength": -0.1}, ValueError, r"strength: expected a finite number of at least 0, got -0\.1"),
+    ({"strength": float("nan")}, ValueError, "strength: expected a finite .*nan"),
+    ({"strength": float("inf")}, ValueError, "strength: expected a finite .*inf"),
+    ({"strength": "1"}, TypeError, "strength: expected a number, got '1'"),
+    ({"strength": True}, TypeError, "strength: expected a number, got True"),
+    ({"weighting": "heavy"}, ValueError, "weighting: expected 'plain', .*'heavy'"),
+    ({"weighting": ["plain"]}, ValueError, "weighting: expected"),
+    ({"norm": "l1"}, ValueError, "norm: expected .*'l1'"),
+    ({"power": 3}, ValueError, "power: expected 1 or 2, got 3"),
+    ({"power": True}, ValueError, "power: expected 1 or 2, got True"),
+    ({"power": "2"}, ValueError, "power: expected 1 or 2, got '2'"),
+]
 
 
-@pytest.mark.parametrize("function", PROX_IN_METRIC.values(), ids=PROX_IN_METRIC)
-@pytest.mark.parametrize(("bad", "error", "came"), BAD_METRICS.values(), ids=BAD_METRICS)
-def test_metrics_that_cannot_be(bad, error, came, function):
-    with pytest.raises(error, match=f"^metric: expected .*{came}"):
-        function(metric=bad)
-
-
-@pytest.mark.parametrize("result", [torch.ones(4, 2, 3), torch.ones(1, 2, 3, 3)])
-def test_results_of_another_shape(result):
-    with pytest.raises(ValueError, match=r"^result: expected weight's shape \(4, 2, 3, 3\), got"):
-        sparsity.kkt_residual(WEIGHT, result, T)
-    with pytest.raises(TypeError, match=r"^result: expected a tensor, got list"):
-        sparsity.kkt_residual(WEIGHT, [1.0], T)
-
-
-BAD_PENALTIES = {
-    "negative": ({"strength": -0.1}, ValueError, r"strength: expected a finite number of at least 0, got -0\.1"),
-    "nan": ({"strength": float("nan")}, ValueError, "strength: expected a finite .*nan"),
-    "inf": ({"strength": float("inf")}, ValueError, "strength: expected a finite .*inf"),
-    "text": ({"strength": "1"}, TypeError, "strength: expected a number, got '1'"),
-    "bool": ({"strength": True}, TypeError, "strength: expected a number, got True"),
-    "weighting": ({"weighting": "heavy"}, ValueError, "weighting: expected 'plain', .*'heavy'"),
-    "unhashable_weighting": ({"weighting": ["plain"]}, ValueError, "weighting: expected"),
-    "norm": ({"norm": "l1"}, ValueError, "norm: expected .*'l1'"),
-    "power_3": ({"power": 3}, ValueError, "power: expected 1 or 2, got 3"),
-    "power_true": ({"power": True}, ValueError, "power: expected 1 or 2, got True"),
-    "power_text": ({"power": "2"}, ValueError, "power: expected 1 or 2, got '2'"),
-}
-
-
-@pytest.mark.parametrize("penalty", [RingPenalty, KernelPenalty])
-@pytest.mark.parametrize(("options", "error", "message"), BAD_PENALTIES.values(), ids=BAD_PENALTIES)
-def test_penalties_that_cannot_be(options, error, message, penalty):
-    with pytest.raises(error, match=f"^{message}"):
-        penalty(**{"strength": 0.1, **options})
-
-
-def test_ring_penalties_of_unknown_rings():
-    with pytest.raises(ValueError, match=r"^kind: expected 'half' or 'full', got 'quarter'"):
-        RingPenalty(0.1, "quarter")
-    with pytest.raises(ValueError, match=r"^first: expected .*'left'"):
-        RingPenalty(0.1, first="left")
-
-
-@pytest.mark.parametrize("penalty", [RingPenalty(0.1), KernelPenalty(0.1), KernelPenalty(0.1, power=2)], ids=repr)
-def test_steps_that_cannot_be(penalty):
-    for step in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"^step: expected a finite number of at least 0, got {step}"):
-            penalty.prox(WEIGHT, step)
-    for step in ("1", None, True):
-        with pytest.raises(TypeError, match=f"^step: expected a number, got {step!r}"):
-            penalty.prox(WEIGHT, step)
+def test_penalties_and_steps_that_cannot_be():
+    for options, error, message in BAD_PENALTIES:
+        for make in (RingPenalty, KernelPenalty):
+            expect(error, message, make, **{"strength": 0.1, **options})
+    expect(ValueError, "kind: expected 'half' or 'full', got 'quarter'", RingPenalty, strength=0.1, kind="quarter")
+    expect(ValueError, "first: expected .*'left'", RingPenalty, strength=0.1, first="left")
+    for penalty in PENALTIES:
+        for step in (-1.0, float("nan"), float("inf")):
+            message = f"step: expected a finite number of at least 0, got {step}"
+            expect(ValueError, message, penalty.prox, weight=WEIGHT, step=step)
+        for step in ("1", None, True):
+            expect(TypeError, f"step: expected a number, got {step!r}", penalty.prox, weight=WEIGHT, step=step)
 
 
 RINGS = [0, 0, 0, 0, 2, 1, 0, 1, 1]
-BAD_CALLS = {
-    "few_rings": (
-        {"rings": RINGS[1:]},
-        ValueError,
-        "rings: expected one entry for each of the 9 taps of weight, got 8",
-    ),
-    "ring_too_large": ({"rings": [3, *RINGS[1:]]}, ValueError, r"rings: expected entries from 0 to 2, got \[3"),
-    "ring_below_0": ({"rings": [-1, *RINGS[1:]]}, ValueError, r"rings: expected entries from 0 to 2, got \[-1"),
-    "no_groups": ({"thresholds": ROW[:0]}, ValueError, "rings: expected 1 to 64 of them, got 0"),
-    "65_groups": ({"thresholds": ROW[:1].repeat(65)}, ValueError, "rings: expected 1 to 64 of them, got 65"),
-    "float32": ({"thresholds": ROW.float()}, TypeError, "thresholds: expected a float64 tensor .*float32"),
-    "0_d": ({"thresholds": ROW[0]}, ValueError, r"thresholds: expected shape .*\(\)"),
-    "weight_1_d": ({"weight": torch.ones(9)}, ValueError, r"weight: expected shape .*\(9,\)"),
-    "weight_int": ({"weight": torch.ones(4, 2, 9, dtype=torch.int32)}, TypeError, "weight: expected .*int32"),
-    "metric_int": ({"metric": WEIGHT.int()}, TypeError, "metric: expected .*int32"),
-}
+BAD_CALLS = [
+    ({"rings": RINGS[1:]}, ValueError, "rings: expected one entry for each of the 9 taps of weight, got 8"),
+    ({"rings": [3, *RINGS[1:]]}, ValueError, r"rings: expected entries from 0 to 2, got \[3"),
+    ({"rings": [-1, *RINGS[1:]]}, ValueError, r"rings: expected entries from 0 to 2, got \[-1"),
+    ({"thresholds": ROW[:0]}, ValueError, "rings: expected 1 to 64 of them, got 0"),
+    ({"thresholds": ROW[:1].repeat(65)}, ValueError, "rings: expected 1 to 64 of them, got 65"),
+    ({"thresholds": ROW.float()}, TypeError, "thresholds: expected a float64 tensor .*float32"),
+    ({"thresholds": ROW[0]}, ValueError, r"thresholds: expected shape .*\(\)"),
+    ({"weight": torch.ones(9)}, ValueError, r"weight: expected shape .*\(9,\)"),
+    ({"weight": torch.ones(4, 2, 9, dtype=torch.int32)}, TypeError, "weight: expected .*int32"),
+    ({"metric": WEIGHT.int()}, TypeError, "metric: expected .*int32"),
+]
 
 
-@pytest.mark.parametrize(("given", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_calls_of_the_operator_that_cannot_be(given, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        ops.ring_prox(**{"weight": WEIGHT, "rings": RINGS, "thresholds": ROW, **given})
+def test_calls_of_the_operator_that_cannot_be():
+    expect(ValueError, r"squared: expected shape \(3,\), got \(4, 3\)", prox, squared=torch.ones(4, 3))
+    for given, error, message in BAD_CALLS:
+        expect(error, message, ops.ring_prox, **{"weight": WEIGHT, "rings": RINGS, "thresholds": ROW, **given})
 
 
-BAD_NATIVE_CALLS = {
-    "rings": ((WEIGHT, RINGS[1:], ROW, None, None, False), "rings: expected"),
-    "ring": ((WEIGHT, [64, *RINGS[1:]], ROW, None, None, False), "rings: expected"),
-    "negative_ring": ((WEIGHT, [-1, *RINGS[1:]], ROW, None, None, False), "rings: expected"),
-    "thresholds": ((WEIGHT, RINGS, ROW.float(), None, None, False), "thresholds: expected"),
-    "rows": ((WEIGHT, RINGS, ROW.repeat(3, 1), None, None, False), "thresholds: expected"),
-    "strided": ((WEIGHT, RINGS, ROW.repeat(2)[::2], None, None, False), "thresholds: expected"),
-    "squared": ((WEIGHT, RINGS, ROW, ROW[:2], None, False), "squared: expected"),
-    "metric": ((WEIGHT, RINGS, ROW, None, WEIGHT[:2], False), "metric: expected"),
-    "no_weights": ((WEIGHT[:, :0], RINGS, ROW, None, None, False), "weight: expected"),
-    "1_d": ((WEIGHT[0, 0, 0], RINGS, ROW, None, None, False), "weight: expected"),
-    "int": ((WEIGHT.int(), RINGS, ROW, None, None, False), "weight.*: expected float32"),
-}
+BAD_NATIVE_CALLS = [
+    ({"rings": RINGS[1:]}, "rings: expected one entry"),
+    ({"rings": [64, *RINGS[1:]]}, "rings: expected"),
+    ({"rings": [-1, *RINGS[1:]]}, "rings: expected"),
+    ({"thresholds": ROW[:2]}, "rings: expected entries from 0 to 1"),
+    ({"thresholds": ROW.float()}, "thresholds: expected a contiguous float64"),
+    ({"thresholds": ROW.repeat(3, 1)}, "thresholds: expected 4 rows, got 3"),
+    ({"thresholds": ROW.repeat(2)[::2]}, "thresholds: expected"),
+    ({"squared": ROW[:2]}, "squared: expected"),
+    ({"metric": WEIGHT[:2]}, "metric: expected weight's shape"),
+    ({"weight": WEIGHT[:, :0]}, "weight: expected filters of at least one"),
+    ({"weight": WEIGHT[0, 0, 0]}, "weight: expected"),
+    ({"weight": WEIGHT.int()}, "weight.*: expected float32"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_NATIVE_CALLS.values(), ids=BAD_NATIVE_CALLS)
-def test_torchs_operator_reads_no_memory_that_is_not_there(arguments, message):
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.loco_ext.ring_prox(*arguments)
-
-
-def test_nothing_is_written():
-    before = WEIGHT.clone()
-    for bad in ([0.1, -0.2, 0.3], [0.1]):
-        with pytest.raises(ValueError, match=r"^thresholds"):
-            sparsity.ring_prox(WEIGHT, bad)
-    assert torch.equal(WEIGHT, before)
+@pytest.mark.usefixtures("native")
+def test_compiled_operators_read_no_memory_that_is_not_there():
+    operators = ops.backends.operators()
+    plain = {"weight": WEIGHT, "rings": RINGS, "thresholds": ROW, "squared": None, "metric": None, "linf": False}
+    for given, message in BAD_NATIVE_CALLS:
+        expect(RuntimeError, message, operators.ring_prox, **{**plain, **given})
+    expect(RuntimeError, "rings: expected 1 to 64", operators.ring_norms, weight=WEIGHT, rings=RINGS, count=65)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.optimize import brentq
 
-from tests.covering import covering
-from tests.ring_prox.cases import BACKENDS, WEIGHTINGS, Case, Rings, group_norms, make_case, square_rings
+from tests.covering import covering, label
+from tests.ring_prox.cases import BACKENDS, MODES, WEIGHTINGS, Case, Rings, group_norms, make_case, square_rings
 from tests.ring_prox.solvers import by_cvxpy, by_proximal_gradient, by_spams
 from tests.tolerances import BY_INTERIOR_POINTS, BY_PROXIMAL_GRADIENT, BY_SPAMS, BY_SPAMS_FLOAT32, assert_near_by_kernel
 
@@ -30,19 +30,13 @@ def test_the_prox_and_what_it_takes_to_zero_are_those_of_spams(weighting, norm, 
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
-def test_the_prox_of_float32_weights_is_that_of_spams(norm):
+def test_the_prox_of_float32_weights_and_with_thresholds_of_0_is_that_of_spams(norm):
     for seed, rings in enumerate(ALL_RINGS):
         case = make_case(rings, KERNELS, 1 + seed % 4, norm=norm, seed=seed).to(torch.float32)
-        in_float64 = case.to(torch.float64)
-        x, expected = case.prox(), by_spams(in_float64)
+        x, expected = case.prox(), by_spams(case.to(torch.float64))
         assert_near_by_kernel(x, expected, case.weight, BY_SPAMS_FLOAT32)
         assert torch.equal(x == 0, expected == 0)
-
-
-@pytest.mark.parametrize("norm", ["l2", "linf"])
-def test_groups_may_have_threshold_0(norm):
-    for seed, rings in enumerate(ALL_RINGS):
-        case = make_case(rings, KERNELS, norm=norm, seed=seed)
+        case = case.to(torch.float64)
         case.thresholds[seed % 3 :: 3] = 0
         assert_near_by_kernel(case.prox(), by_spams(case), case.weight, BY_SPAMS)
 
@@ -67,23 +61,14 @@ def test_in_a_metric_the_prox_is_where_proximal_gradient_converges(rings, norm):
         assert torch.equal(x == 0, expected == 0)
 
 
-POWERS = {
-    "metric-l2": {"metric": True},
-    "metric-linf": {"metric": True, "norm": "linf"},
-    "squared-l2": {"power": "squared"},
-    "squared-linf": {"power": "squared", "norm": "linf"},
-    "both-l2": {"power": "both"},
-    "both-linf": {"power": "both", "norm": "linf"},
-    "both-metric-l2": {"power": "both", "metric": True},
-    "both-metric-linf": {"power": "both", "metric": True, "norm": "linf"},
-}
+MODES_BEYOND_SPAMS = [mode for mode in MODES if mode["metric"] or mode["power"] != "plain"]
 CVXPY_RINGS = [Rings((3, 3), "half", "top_left"), Rings((2, 2), "half", "auto"), Rings((5, 3), "full", "auto")]
 
 
-@pytest.mark.parametrize(("power", "rings"), covering(POWERS, CVXPY_RINGS, strength=1, sweep=True), ids=str)
-def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(power, rings):
-    """24 tests of 9 filters each check 216 filters."""
-    case = make_case(rings, 9, 2, seed=1, **POWERS[power])
+@pytest.mark.parametrize(("mode", "rings"), covering(MODES_BEYOND_SPAMS, CVXPY_RINGS), ids=label)
+def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(mode, rings):
+    """30 tests of 9 filters each check 270 filters."""
+    case = make_case(rings, 9, 2, seed=1, **mode)
     assert_near_by_kernel(case.prox(), by_cvxpy(case), case.weight, BY_INTERIOR_POINTS)
 
 

@@ -33,7 +33,7 @@ def test_the_prox_passes_opcheck(mode, dtype, layout):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_norms_pass_opcheck(dtype):
     weight = torch.randn(4, 3, 3, 3).to(dtype)
     results = torch.library.opcheck(torch.ops.loco_ext.ring_norms.default, (weight, RINGS.of_taps, 3))
@@ -41,28 +41,22 @@ def test_the_norms_pass_opcheck(dtype):
 
 
 COMPILED = {
-    "ring_prox": lambda w: sparsity.ring_prox(w * 2, [0.5, 0.1, 0.2]) + 1,
-    "ring_prox_of_tensors": lambda w: sparsity.ring_prox(w, torch.tensor([0.5, 0.1, 0.2], dtype=torch.float64)),
-    "ring_prox_linf": lambda w: sparsity.ring_prox(w, [0.5, 0.1], "full", "linf", squared=[0.1, 0.2]),
-    "ring_prox_metric": lambda w: sparsity.ring_prox(w, [0.5, 0.1, 0.2], metric=METRIC * 2),
-    "ring_norms": lambda w: sparsity.ring_norms(w).square(),
-    "kernel_sizes": lambda w: sparsity.kernel_sizes(sparsity.ring_prox(w, [0.9, 0.1, 0.2])),
+    "ring_prox": lambda w: sparsity.ring_prox(w, torch.tensor([0.5, 0.1, 0.2], dtype=torch.float64)),
+    "ring_prox_metric": lambda w: sparsity.ring_prox(w * 2, [0.5, 0.1, 0.2], metric=METRIC * 2) + 1,
+    "kernel_sizes": lambda w: sparsity.kernel_sizes(sparsity.ring_prox(w, [0.9, 0.1], "full", "linf")),
     "kkt_residual": lambda w: sparsity.kkt_residual(w, w / 2, [0.5, 0.1, 0.2]),
-    "ring_penalty": lambda w: sparsity.RingPenalty(0.1).value(w),
-    "ring_penalty_linf": lambda w: sparsity.RingPenalty(0.1, "full", "scaled", "linf", 2).value(w),
-    "kernel_penalty": lambda w: sparsity.KernelPenalty(0.1, power=2).value(w),
+    "ring_penalty": lambda w: sparsity.RingPenalty(0.1, "full", "scaled", "linf", 2).value(w),
     "ring_penalty_prox": lambda w: sparsity.RingPenalty(0.1, weighting="scaled").prox(w, 0.5),
+    "kernel_penalty": lambda w: sparsity.KernelPenalty(0.1, power=2).value(w) + sparsity.ring_norms(w).square().sum(),
     "kernel_penalty_prox": lambda w: sparsity.KernelPenalty(0.1).prox(w, 0.5),
 }
-
-
-# Inductor, which runs a compiler, compiles all of them.
-ORDINARY = ("ring_prox_of_tensors", "ring_prox_metric", "kkt_residual", "ring_penalty_linf", "kernel_penalty_prox")
+# These are also compiled by Inductor, which runs a compiler.
+BY_INDUCTOR = ("ring_prox_metric", "kkt_residual", "kernel_penalty")
 
 
 @pytest.mark.parametrize(
     ("name", "compiler"),
-    [*((name, "aot_eager") for name in ORDINARY), *(slow((name, "inductor")) for name in COMPILED)],
+    [*((name, "aot_eager") for name in COMPILED), *(slow((name, "inductor")) for name in BY_INDUCTOR)],
 )
 def test_functions_compile_into_one_graph(name, compiler):
     function = COMPILED[name]
@@ -91,30 +85,3 @@ def test_norms_that_are_exported_and_traced_have_their_gradients():
     for function in (exported, traced):
         (gradient,) = torch.autograd.grad(function(weight).sum(), weight)
         torch.testing.assert_close(gradient, 2 * weight.detach())
-
-
-def test_a_compiled_training_step_with_a_penalty_is_the_eager_one():
-    def step(weight, x, y):
-        out = torch.nn.functional.conv2d(x, weight, padding=1)
-        loss = (out - y).square().mean() + sparsity.RingPenalty(0.1).value(weight)
-        (gradient,) = torch.autograd.grad(loss, weight)
-        return loss, sparsity.RingPenalty(0.3).prox(weight.detach() - 0.1 * gradient, 0.1)
-
-    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    x, y = torch.randn(2, 3, 6, 6), torch.randn(2, 4, 6, 6)
-    eager, compiled = step(weight, x, y), torch.compile(step, backend="aot_eager")(weight, x, y)
-    for a, b in zip(compiled, eager, strict=True):
-        assert_within_ulps(a, b, scale=weight.abs().max())
-
-
-def test_the_operators_tell_the_shape_and_dtype_of_what_they_would_give():
-    rings = RINGS.of_taps
-    with torch._subclasses.FakeTensorMode():
-        weight = torch.randn(4, 3, 3, 3, dtype=torch.bfloat16)
-        thresholds = torch.zeros(3, dtype=torch.float64)
-        found = torch.ops.loco_ext.ring_prox(weight, rings, thresholds, None, None, False)
-        norms = torch.ops.loco_ext.ring_norms(weight, rings, 3)
-    assert found.shape == weight.shape
-    assert found.dtype == torch.bfloat16
-    assert norms.shape == (4, 3)
-    assert norms.dtype == torch.float32
