@@ -1,12 +1,12 @@
-// Runs the threads of a grid, and lets those that meet at a barrier or a warp collective go on together.
+// Runs the threads of a grid, and lets those that meet at a barrier or a shuffle of a warp go on together.
 //
 // One or several blocks are resident at a time. In a shuffled order, a thread of another resident block may go on
 // wherever a thread waits or is about to make an atomic operation.
 //
 // Threads that have returned are not waited for, as on GPUs since compute capability 7.0. All others must come to the
-// same barrier, by its place in the source; the lanes that a collective's mask names must come to the same collective
-// with the same mask. If no thread can go on, a whole block waits at several barriers, or threads wait for one another
-// by atomic operations without end, that is reported.
+// same barrier, by its place in the source; the lanes that a shuffle's mask names must come to the same shuffle with
+// the same mask. If no thread can go on, a whole block waits at several barriers, or threads wait for one another by
+// atomic operations without end, that is reported.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ constexpr int warpSize = 32;
 
 namespace cuda_on_cpu {
 
-constexpr int kNone = -1;
+constexpr int kNone = -1;  // no thread
 // With several resident blocks, the running one continues this many times on average before another one does: at
 // barriers and collectives, which all threads of a block pass, and at atomic operations.
 constexpr uint64_t kStayAtMeetings = 64, kStayAtAtomics = 2;
@@ -56,9 +56,10 @@ struct Meeting {
   const char* file;
   int line;
   bool whole_block;
-  uint32_t mask;   // of lanes, unless it is the whole block
-  uint64_t value;  // others may read it; not zero counts as a vote
-  int source;      // the lane whose value is wanted, or kNone: all votes of the warp as bits
+  // Of a shuffle: the lanes that take part, this lane's value, and the lane whose value is wanted.
+  uint32_t mask;
+  uint64_t value;
+  int source;
 
   bool same_place(const Meeting& other) const {
     return line == other.line && mask == other.mask && whole_block == other.whole_block &&
@@ -111,7 +112,7 @@ class Grid {
     go_on_elsewhere(kStayAtAtomics);
   }
 
-  // Waits for the others; returns the number of votes in the block, or what Meeting::source says.
+  // Waits for the others; returns the value that a shuffle wants.
   uint64_t meet(const Meeting& meeting) {
     const int self = running_;
     atomics_ = 0;
@@ -276,14 +277,11 @@ class Grid {
     if (resident_->at_barrier != resident_->live) return;
     const auto waits = [&](int i) { return threads()[i].state == State::waiting; };
     const Meeting* first = nullptr;
-    uint64_t votes = 0;
     for (int i = 0; i < size(); ++i) {
       if (!waits(i)) continue;
       if (first == nullptr) first = &threads()[i].at;
       if (!threads()[i].at.same_place(*first)) report_stuck();
-      votes += threads()[i].at.value != 0;
     }
-    for (Thread& thread : threads()) thread.result = votes;
     resident_->at_barrier = 0;
     release(0, size(), waits);
   }
@@ -297,23 +295,22 @@ class Grid {
     for (int lane = 0; lane < lanes; ++lane) {
       if ((meeting.mask >> lane & 1) && threads()[first + lane].state == State::ready) return;
     }
-    uint32_t present = 0, votes = 0;
+    uint32_t present = 0;
     for (int lane = 0; lane < lanes; ++lane) {
       const Thread& thread = threads()[first + lane];
       if (!(meeting.mask >> lane & 1) || thread.state == State::returned) continue;
       if (thread.state != State::waiting || !thread.at.same_place(meeting)) return;
       present |= 1u << lane;
-      votes |= static_cast<uint32_t>(thread.at.value != 0) << lane;
     }
-    const auto is_present = [&](int lane) { return lane >= 0 && lane < warpSize && (present >> lane & 1); };
-    for (int lane = 0; lane < warpSize; ++lane) {
+    const auto is_present = [&](int lane) { return (present >> lane & 1) != 0; };
+    for (int lane = 0; lane < lanes; ++lane) {
       if (!is_present(lane)) continue;
       Thread& thread = threads()[first + lane];
       const int source = thread.at.source;
       // Reading from an absent lane is undefined: such a lane gets poison.
-      thread.result = source == kNone ? votes : is_present(source) ? threads()[first + source].at.value : kPoison;
+      thread.result = is_present(source) ? threads()[first + source].at.value : kPoison;
     }
-    release(first, first + warpSize, [&](int i) { return is_present(i - first); });
+    release(first, first + lanes, [&](int i) { return is_present(i - first); });
   }
 
   [[noreturn]] void report_stuck() const {

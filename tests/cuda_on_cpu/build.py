@@ -40,8 +40,6 @@ FLAGS = [
 ]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 SHARED = ["-shared", "-Wl,-Bsymbolic"]
-# Makes LOCO_MISTAKE (csrc/common/mistake.h) true where the run asks for the mistake.
-MISTAKES = ["-DCUDA_ON_CPU_MISTAKES"]
 
 
 @cache
@@ -211,7 +209,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, its threads and blocks in the given order.
 
-    mistake: the one to make, in a program compiled with MISTAKES. preload: see ``sanitizer_to_preload``.
+    mistake: the one to make, see csrc/common/mistake.h. preload: see ``sanitizer_to_preload``.
     """
     environment = {
         **os.environ,

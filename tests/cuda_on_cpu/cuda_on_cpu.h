@@ -3,16 +3,16 @@
 //
 //   g++ -x c++ -std=c++17 -isystem <cuda>/include -include cuda_on_cpu.h kernel.cu
 //
-// Threads are fibers (fiber.h): each runs until it waits at a barrier or a warp collective (block.h), then the next one
-// does. In which order is chosen by CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a
-// missing barrier shows in one of them. Blocks run one after another, but with a SEED three of them at a time, in
-// random order: threads of another block go on at barriers, collectives and atomic operations.
-// CUDA_ON_CPU_LAST_BLOCKS=N lets only the last N blocks of every grid run.
+// Threads are fibers (fiber.h): each runs until it waits at a barrier or a shuffle (block.h), then the next one does.
+// In which order is chosen by CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a missing
+// barrier shows in one of them. Blocks run one after another, but with a SEED three of them at a time, in random order:
+// threads of another block go on at barriers, shuffles and atomic operations. CUDA_ON_CPU_LAST_BLOCKS=N lets only the
+// last N blocks of every grid run.
 //
-// There are two devices (devices.h). Reported with a message and abort(): barriers and collectives that can never be
+// There are two devices (devices.h). Reported with a message and abort(): barriers and shuffles that can never be
 // left, waiting without end by atomic operations, lanes that are missing from their own mask, more than 48 KB of shared
 // memory, launches on a stream that is not the current one or belongs to another device than the current one. Launches
-// that a GPU refuses set cudaErrorInvalidConfiguration, those of kernels that CUDA_ON_CPU_MISSING names
+// that a GPU refuses set cudaErrorInvalidConfiguration, those of kernels that missing_kernel names
 // cudaErrorNoKernelImageForDevice.
 //
 // Static __shared__ variables hold NaN patterns when a block begins. Under AddressSanitizer they have its redzones
@@ -42,9 +42,7 @@
 #include "intrinsics.h"
 #include "launch.h"
 #include "runtime.h"
-#include "warp.h"
 
-#if defined(CUDA_ON_CPU_MISTAKES)
 namespace cuda_on_cpu {
 
 // A number for the name of a mistake, so that comparing costs kernels nothing (FNV-1a).
@@ -60,4 +58,3 @@ inline const uint64_t mistake = hash(std::getenv("CUDA_ON_CPU_MISTAKE") ? std::g
 }  // namespace cuda_on_cpu
 
 #define LOCO_MISTAKE(name) (cuda_on_cpu::mistake == std::integral_constant<uint64_t, cuda_on_cpu::hash(#name)>::value)
-#endif

@@ -24,19 +24,18 @@ enum class Fault {
   early_ticket
 };
 
-template <class T>
-__device__ T warp_sum(T value) {
-  for (int offset = warpSize / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kAll, value, offset);
+__device__ float warp_sum(float value) {
+  for (int offset = warpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAll, value, offset);
   return value;
 }
 
 // out[block] = sum of in over the block's share.
-template <Fault fault, class T>
-__global__ void __launch_bounds__(kThreads) block_sum(const T* in, int64_t count, T* out) {
-  __shared__ T sums[kWarps];
+template <Fault fault>
+__global__ void __launch_bounds__(kThreads) block_sum(const float* in, int64_t count, float* out) {
+  __shared__ float sums[kWarps];
   const int lane = threadIdx.x % warpSize, warp = threadIdx.x / warpSize;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  T sum = 0;
+  float sum = 0;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) sum += in[i];
   if constexpr (fault == Fault::wrong_mask) {
     sum += __shfl_xor_sync(0xffff, sum, 1);
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) block_sum(const T* in, int64_t count
     __syncthreads();
   }
   if (warp != 0) return;
-  sum = warp_sum(lane < kWarps ? sums[lane] : T(0));
+  sum = warp_sum(lane < kWarps ? sums[lane] : 0);
   if (lane == 0) out[blockIdx.x] = sum;
 }
 
@@ -70,53 +69,22 @@ __global__ void copy_bytes(const unsigned char* from, unsigned char* to, int64_t
   const int64_t vectors = (count - head) / 16 + (fault == Fault::out_of_bounds ? 1 : 0), tail = head + vectors * 16;
   if (thread < head) to[thread] = from[thread];
   for (int64_t i = thread; i < vectors; i += step) {
-    __stcs(reinterpret_cast<uint4*>(to + head) + i, __ldg(reinterpret_cast<const uint4*>(from + head) + i));
+    reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
   }
   if (tail + thread < count - (fault == Fault::wrong_tail ? 1 : 0)) to[tail + thread] = from[tail + thread];
 }
 
-template <Fault fault>
-__global__ void histogram(const uint8_t* values, int64_t count, unsigned* bins) {
-  __shared__ unsigned mine[256];
-  if constexpr (fault != Fault::unwritten) mine[threadIdx.x] = 0;
-  __syncthreads();
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) atomicAdd(&mine[values[i]], 1);
-  if constexpr (fault != Fault::missing_barrier) __syncthreads();
-  atomicAdd(&bins[threadIdx.x], mine[threadIdx.x]);
-}
-
-// Everything that a warp can do together, in a block whose last warp is not full and whose first threads return early.
-__global__ void collectives(int* wrong) {
+// Shuffles and barriers in a block whose last warp is not full and whose first threads return early.
+__global__ void meetings(int* wrong, int* passed) {
   const int lane = threadIdx.x % warpSize;
-  const bool last = threadIdx.x >= 32;
-  const unsigned all = last ? 0xff : kAll;
   const auto expect = [&](bool right) { *wrong += !right; };
-  expect(__ballot_sync(kAll, lane % 2) == (0xaaaaaaaa & all));
-  expect(__any_sync(kAll, lane == 3) && !__any_sync(kAll, lane == 40));
-  expect(__all_sync(kAll, lane < 32) && !__all_sync(kAll, lane == 3));
-  expect(__shfl_sync(kAll, lane, 5) == 5);
-  expect(__shfl_sync(kAll, lane, 1, 8) == lane / 8 * 8 + 1);
-  expect(__shfl_up_sync(kAll, lane, 1u, 4) == (lane % 4 == 0 ? lane : lane - 1));
-  expect(__shfl_down_sync(kAll, double(lane), 1u, 4) == (lane % 4 == 3 ? lane : lane + 1));
-  expect(__shfl_xor_sync(kAll, static_cast<long long>(lane), 3) == (lane ^ 3));
-  const unsigned half = lane < 4 ? 0xf : ~0xfu;
-  expect(__ballot_sync(half, 1) == (half & all));
-  __syncwarp();
-  expect(__syncthreads_count(lane == 0) == 2);
-  expect(__syncthreads_or(threadIdx.x == 39) && !__syncthreads_or(0));
-  expect(__syncthreads_and(1) && !__syncthreads_and(threadIdx.x != 39));
+  expect(__shfl_xor_sync(kAll, double(lane), 3) == (lane ^ 3));
+  expect(__shfl_xor_sync(lane < 4 ? 0xf : ~0xfu, lane, 1) == (lane ^ 1));
   if (threadIdx.x < 8) return;
-  expect(__syncthreads_count(1) == 32);
-  expect(__shfl_sync(last ? 0xff : 0xffffff00, lane, lane) == lane);
-  expect(__ballot_sync(kAll, 1) == (last ? 0xff : 0xffffff00));
-}
-
-// Barriers wait only for threads that have not returned.
-__global__ void early_return(int* passed) {
-  if (threadIdx.x < 16) return;
   __syncthreads();
-  if (threadIdx.x < 32) return __syncwarp();
+  expect(__shfl_xor_sync(threadIdx.x < 32 ? 0xffffff00 : 0xff, lane, 1) == (lane ^ 1));
+  expect(__shfl_xor_sync(kAll, static_cast<long long>(lane), 4) == (lane ^ 4));
+  if (threadIdx.x < 32) return;
   __syncthreads();
   ++*passed;
 }
