@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "shared_memory.h"
 
 // CUDA's built-in variables, those of the running thread.
 inline uint3 threadIdx, blockIdx;
@@ -66,17 +67,6 @@ struct Meeting {
            (call == other.call || std::strcmp(call, other.call) == 0) &&
            (file == other.file || std::strcmp(file, other.file) == 0);
   }
-};
-
-// The shared memory of resident blocks. One of them has it in place, where its threads find it.
-class SharedMemory {
- public:
-  virtual ~SharedMemory() = default;
-  // Puts memory that nothing has been written to in place, for a block that begins.
-  virtual void begin(int resident) = 0;
-  virtual void take_away(int resident) = 0;
-  virtual void put_back(int resident) = 0;
-  virtual void end(int resident) = 0;
 };
 
 class Grid {
@@ -192,11 +182,7 @@ class Grid {
   }
 
   // Makes the resident block's number that of the running one.
-  void enter() {
-    const uint64_t x = gridDim.x, y = gridDim.y, block = resident_->block;
-    blockIdx = {static_cast<unsigned>(block % x), static_cast<unsigned>(block / x % y),
-                static_cast<unsigned>(block / x / y)};
-  }
+  void enter() { blockIdx = {static_cast<unsigned>(resident_->block), 0, 0}; }
 
   void change_to(Resident& other) {
     if (&other == resident_) return;
@@ -247,9 +233,8 @@ class Grid {
   }
 
   void give(int thread) {
-    const auto id = static_cast<unsigned>(thread);
     running_ = thread;
-    threadIdx = {id % blockDim.x, id / blockDim.x % blockDim.y, id / blockDim.x / blockDim.y};
+    threadIdx = {static_cast<unsigned>(thread), 0, 0};
   }
 
   template <class Chosen>
@@ -333,13 +318,13 @@ class Grid {
       text += line;
       if (!at.whole_block) std::snprintf(line, sizeof line, " (mask %08x)", at.mask), text += line;
     }
-    fail("%s, block (%u, %u, %u): divergent synchronisation, threads wait for others that never come:%s\n  %d returned",
-         kernel_, blockIdx.x, blockIdx.y, blockIdx.z, text.c_str(), returned);
+    fail("%s, block %u: divergent synchronisation, threads wait for others that never come:%s\n  %d returned", kernel_,
+         blockIdx.x, text.c_str(), returned);
   }
 
   [[noreturn]] void report_waiting() const {
-    fail("%s, block (%u, %u, %u): %ld atomic operations without progress, threads wait for others that never come",
-         kernel_, blockIdx.x, blockIdx.y, blockIdx.z, kMostAtomics);
+    fail("%s, block %u: %ld atomic operations without progress, threads wait for others that never come", kernel_,
+         blockIdx.x, kMostAtomics);
   }
 
   int size() const { return thread_count_; }

@@ -43,34 +43,8 @@ class Storage {
 void fill(Random& random, DType dtype, const Storage& storage, int64_t elements, bool positive, double scale) {
   std::normal_distribution<double> normal;
   for (int64_t i = 0; i < elements; ++i) {
-    const double drawn = scale * normal(random), value = positive ? drawn * drawn + 0.1 : drawn;
-    const auto single = static_cast<float>(value);
-    switch (dtype) {
-      case DType::f64:
-        reinterpret_cast<double*>(storage.data())[i] = value;
-        break;
-      case DType::f32:
-        reinterpret_cast<float*>(storage.data())[i] = single;
-        break;
-      case DType::bf16:
-        reinterpret_cast<uint16_t*>(storage.data())[i] = float_to_bf16(single);
-        break;
-      case DType::f16:
-        reinterpret_cast<uint16_t*>(storage.data())[i] = float_to_f16(single);
-    }
-  }
-}
-
-double get(DType dtype, const char* at) {
-  switch (dtype) {
-    case DType::f64:
-      return *reinterpret_cast<const double*>(at);
-    case DType::f32:
-      return *reinterpret_cast<const float*>(at);
-    case DType::bf16:
-      return bf16_to_float(*reinterpret_cast<const uint16_t*>(at));
-    default:
-      return f16_to_float(*reinterpret_cast<const uint16_t*>(at));
+    const double drawn = scale * normal(random);
+    set(dtype, storage.data() + i * element_size(dtype), positive ? drawn * drawn + 0.1 : drawn);
   }
 }
 
@@ -139,8 +113,6 @@ void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
   t.map = map.data();
   t.map_nest = &twins.nests.back();
 }
-
-double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
 // Returns random thresholds, some zero. A step multiplies them by its learning rate, which brings them to the order of
 // the groups' norms.
@@ -218,11 +190,7 @@ void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins)
     twins.gpu_storages.emplace_back(random, gpu.counter_dtype, 1, true);
     for (const auto& [memory, count] : {std::pair(&twins.gpu_storages.back(), cpu.step - 1),
                                         std::pair(&twins.cpu_storages.back(), s.found_inf ? cpu.step - 1 : cpu.step)}) {
-      if (gpu.counter_dtype == DType::f64) {
-        *reinterpret_cast<double*>(memory->data()) = count;
-      } else {
-        *reinterpret_cast<float*>(memory->data()) = static_cast<float>(count);
-      }
+      set(gpu.counter_dtype, memory->data(), count);
     }
     gpu.counter = twins.gpu_storages.back().data();
   }

@@ -20,7 +20,6 @@ enum class Fault {
   shared_out_of_bounds,
   wrong_tail,
   misaligned,
-  shared_slot,
   early_ticket
 };
 
@@ -102,12 +101,6 @@ __global__ void overrun_stack(int* out, int count) {
   out[threadIdx.x] = at[0];
 }
 
-__global__ void index_sum(unsigned long long* sums, uint3 size) {
-  const unsigned long long block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  const unsigned long long thread = threadIdx.x + size.x * (threadIdx.y + size.y * threadIdx.z);
-  atomicAdd(&sums[block], thread);
-}
-
 __global__ void big_shared(float* out) {
   __shared__ float big[13000];
   for (int i = threadIdx.x; i < 13000; i += blockDim.x) big[i] = 1;
@@ -138,15 +131,6 @@ __global__ void repeated_sum(float* out) {
     if constexpr (fault != Fault::missing_barrier) __syncthreads();
   }
   out[threadIdx.x] = total;
-}
-
-// Each block reverses its numbers by way of a slot of its own in global memory, or one that all of them use.
-template <Fault fault>
-__global__ void reverse_in_slot(float* slots, float* out) {
-  float* const slot = slots + (fault == Fault::shared_slot ? 0 : blockIdx.x * blockDim.x);
-  slot[threadIdx.x] = static_cast<float>(blockIdx.x * blockDim.x + threadIdx.x);
-  __syncthreads();
-  out[blockIdx.x * blockDim.x + threadIdx.x] = slot[blockDim.x - 1 - threadIdx.x];
 }
 
 // One thread of each block contributes a part; the last to draw a ticket adds them up, which must all have been

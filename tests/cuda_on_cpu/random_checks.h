@@ -1,5 +1,5 @@
-// The frame of programs that compare the CUDA kernels with the CPU's on random calls: random numbers, memory at its
-// exact size, a number made of all bits of the results, and the loop over seeds.
+// The frame of programs that compare the CUDA kernels with the CPU's on random calls: random numbers, elements of any
+// dtype, memory at its exact size, a number made of all bits of the results, and the loop over seeds.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,36 @@
 #include <memory>
 #include <random>
 
+#include "common/dtype.h"
+
 namespace loco {
 
 using Random = std::mt19937_64;
 
 inline int64_t below(Random& random, int64_t n) { return static_cast<int64_t>(random() % n); }
 inline bool chance(Random& random, int64_t one_in) { return below(random, one_in) == 0; }
+inline double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
+
+inline double get(DType dtype, const void* at) {
+  switch (dtype) {
+    case DType::f64:
+      return *static_cast<const double*>(at);
+    case DType::f32:
+      return *static_cast<const float*>(at);
+    case DType::bf16:
+      return bf16_to_float(*static_cast<const uint16_t*>(at));
+    default:
+      return f16_to_float(*static_cast<const uint16_t*>(at));
+  }
+}
+
+inline void set(DType dtype, void* at, double value) {
+  const auto single = static_cast<float>(value);
+  if (dtype == DType::f64) *static_cast<double*>(at) = value;
+  if (dtype == DType::f32) *static_cast<float*>(at) = single;
+  if (dtype == DType::bf16) *static_cast<uint16_t*>(at) = float_to_bf16(single);
+  if (dtype == DType::f16) *static_cast<uint16_t*>(at) = float_to_f16(single);
+}
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

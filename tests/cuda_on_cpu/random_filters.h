@@ -18,27 +18,6 @@ namespace {
 using namespace loco;
 using namespace loco::ring_prox;
 
-double get(DType dtype, const void* at) {
-  switch (dtype) {
-    case DType::f64:
-      return *static_cast<const double*>(at);
-    case DType::f32:
-      return *static_cast<const float*>(at);
-    case DType::bf16:
-      return bf16_to_float(*static_cast<const uint16_t*>(at));
-    default:
-      return f16_to_float(*static_cast<const uint16_t*>(at));
-  }
-}
-
-void set(DType dtype, void* at, double value) {
-  const auto single = static_cast<float>(value);
-  if (dtype == DType::f64) *static_cast<double*>(at) = value;
-  if (dtype == DType::f32) *static_cast<float*>(at) = single;
-  if (dtype == DType::bf16) *static_cast<uint16_t*>(at) = float_to_bf16(single);
-  if (dtype == DType::f16) *static_cast<uint16_t*>(at) = float_to_f16(single);
-}
-
 // A tensor [filters, channels, taps], from a random element on behind a 16-byte boundary, with nothing behind it.
 class Tensor {
  public:
@@ -108,8 +87,6 @@ Case random_case(Random& random) {
   c.size = c.dtype == DType::f64 && chance(random, 3) ? (chance(random, 2) ? 1e-200 : 1e180) : 1;
   return c;
 }
-
-double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
 // As thresholds are: of the size of the groups' norms, with zeros.
 std::vector<double> thresholds(Random& random, const Case& c, double share) {

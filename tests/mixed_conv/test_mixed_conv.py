@@ -27,8 +27,13 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=[*LEVELS, "reference"])
 def level(request: pytest.FixtureRequest):
+    """Use the kernels of one instruction set, or the reference."""
+    if request.param == "reference":
+        with loco_ext.backend("reference"):
+            yield request.param
+        return
     backends.library.use_cpu_capability(request.param)
     yield request.param
     backends.library.use_cpu_capability(LEVELS[0])
@@ -102,18 +107,11 @@ def test_results_have_the_format_of_images_whose_strides_alone_tell_it(
     torch.testing.assert_close(result, F.conv2d(x, weights[0], padding=1))
 
 
-@pytest.mark.parametrize("seeds", [range(60), slow(range(1000, 1400))], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), slow(range(1000, 1200))], ids=str)
 def test_random_shapes_match_float64(level: str, seeds: range) -> None:
-    for seed in seeds:
+    for seed in seeds[: 20 if level == "reference" else None]:
         case = random_case(seed)
         assert_right(case, mixed_conv2d(*case[:-1], **case.options), f"seed {seed}")
-
-
-def test_the_reference_matches_float64() -> None:
-    for seed in range(20):
-        case = random_case(seed)
-        with loco_ext.backend("reference"):
-            assert_right(case, mixed_conv2d(*case[:-1], **case.options), f"seed {seed}")
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -132,20 +130,14 @@ def test_large_layers_in_bands_of_rows(channels: int, size: int, memory_format: 
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("batch", [1, 5])
 def test_the_number_of_threads_changes_no_bit(memory_format: torch.memory_format, batch: int) -> None:
-    torch.manual_seed(1)
     x = torch.randn(batch, 24, 31, 21).contiguous(memory_format=memory_format)
     weights, pads = [torch.randn(9, 24, 3, 3), torch.randn(20, 24, 1, 1)], [(1, 1, 1, 1), (0, 0, 0, 0)]
     add = torch.randn(batch, 29, 31, 21)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(mixed_conv2d(x, weights, [], pads, add=add, relu=True))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(mixed_conv2d(x, weights, [], pads, add=add, relu=True))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -196,7 +188,7 @@ def test_what_is_added_may_be_of_another_shape_or_dtype() -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_one_image_gives_what_a_batch_of_one_does(seed: int, backend: str) -> None:
     case = random_case(seed)
     expected = expected_of(case._replace(options={**case.options, "add": None, "relu": False}))[0]
@@ -209,18 +201,8 @@ def test_one_image_gives_what_a_batch_of_one_does(seed: int, backend: str) -> No
         for add in (added, added[:, :1, :1], torch.stack([added, -added]), added[None]):
             result = mixed_conv2d(**images, **options, add=add.to(case.x.dtype), relu=True)
             torch.testing.assert_close(result, (expected + add).relu(), **near)
-
-
-def test_one_image_is_differentiated_and_compiled() -> None:
-    torch.manual_seed(0)
-    layer, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(3, 6, 7).double().requires_grad_()
-
-    def convolve(x: Tensor) -> Tensor:
-        return mixed_conv2d(x, [layer.weight], [layer.bias], [(1,) * 4])
-
-    torch.testing.assert_close(torch.compile(convolve, backend="aot_eager", fullgraph=True)(x), layer(x))
-    results = [torch.autograd.grad(f(x).square().sum(), [x, layer.weight, layer.bias]) for f in (convolve, layer)]
-    torch.testing.assert_close(*results)
+        case.weights[0].requires_grad_()
+        assert mixed_conv2d(**images, **options).requires_grad
 
 
 def test_empty_batches_and_strided_images() -> None:
@@ -270,8 +252,11 @@ def test_torch_sees_one_call_or_convolutions() -> None:
     torch.testing.assert_close(tangent.double(), ahead, rtol=1e-4, atol=1e-4)
 
 
+WEIGHT = torch.zeros(4, 3, 3, 3)
+
+
 def arguments(**changed: Any) -> dict[str, Any]:
-    plain = {"x": torch.zeros(2, 3, 8, 8), "weights": [torch.zeros(4, 3, 3, 3)], "biases": [], "pads": [(1,) * 4]}
+    plain = {"x": torch.zeros(2, 3, 8, 8), "weights": [WEIGHT], "biases": [], "pads": [(1,) * 4]}
     return plain | changed
 
 
@@ -284,25 +269,17 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"weights": [], "pads": []}, ValueError, "weights: expected one part or more"),
         ({"weights": [torch.zeros(4, 2, 3, 3)]}, ValueError, r"weights\[0\]: expected shape \(filters, 3, height"),
         ({"weights": [torch.zeros(0, 3, 3, 3)]}, ValueError, r"weights\[0\]: expected shape"),
-        ({"weights": [torch.zeros(4, 3, 3, 3).double()]}, TypeError, r"weights\[0\]: .*float32.* got .*float64"),
+        ({"weights": [WEIGHT.double()]}, TypeError, r"weights\[0\]: .*float32.* got .*float64"),
         ({"weights": [[1.0]]}, TypeError, r"weights\[0\]: .* got list"),
         ({"biases": [torch.zeros(3)]}, ValueError, r"biases\[0\]: expected shape \(4,\), got shape \(3,\)"),
         ({"biases": [torch.zeros(4)] * 2}, ValueError, "weights: expected .* 2 biases"),
         ({"pads": [(1, 1, 1)]}, ValueError, r"pads\[0\]: expected four numbers, got \(1, 1, 1\)"),
         ({"pads": [(-4, -4, 1, 1)]}, ValueError, r"pads\[0\]: expected results of one size"),
-        (
-            {"weights": [torch.zeros(4, 3, 3, 3)] * 2, "pads": [(1,) * 4, (0,) * 4]},
-            ValueError,
-            r"pads\[1\]: .*one size",
-        ),
+        ({"weights": [WEIGHT] * 2, "pads": [(1,) * 4, (0,) * 4]}, ValueError, r"pads\[1\]: .*one size"),
         ({"stride": (0, 1)}, ValueError, r"stride: expected two positive numbers, got \(0, 1\)"),
         ({"dilation": (2**62, 1), "weights": [torch.zeros(4, 3, 5, 1)]}, ValueError, r"pads\[0\]: .*one size"),
         ({"dilation": (1,)}, ValueError, r"dilation: expected two positive numbers, got \(1,\)"),
-        (
-            {"order": torch.zeros(3, dtype=torch.int64)},
-            ValueError,
-            r"order: expected shape \(4\)|order: expected shape",
-        ),
+        ({"order": torch.tensor([0, 1, 2])}, ValueError, r"order: expected shape \(4,\)"),
         ({"add": 1.0}, TypeError, "add: expected a tensor on cpu, got float"),
         ({"add": torch.zeros(2, 4, 8, 8, device="meta")}, TypeError, "add: expected a tensor on cpu, got .* meta"),
         ({"add": torch.zeros(3, 8, 8)}, ValueError, r"add: .* the result's \(2, 4, 8, 8\), got shape \(3, 8"),
@@ -311,10 +288,10 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"order": torch.tensor([0, 1, 4, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),
     ],
 )
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_bad_input_is_named(changed: dict[str, Any], error: type[Exception], text: str, backend: str) -> None:
-    with loco_ext.backend(backend), pytest.raises(error, match=text):
-        mixed_conv2d(**arguments(**changed))
+def test_bad_input_is_named(changed: dict[str, Any], error: type[Exception], text: str) -> None:
+    for backend in ("native", "reference"):
+        with loco_ext.backend(backend), pytest.raises(error, match=text):
+            mixed_conv2d(**arguments(**changed))
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -322,8 +299,3 @@ def test_parts_may_come_from_an_iterator(backend: str) -> None:
     with loco_ext.backend(backend):
         x, weight, bias = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 1), torch.full((1,), 7.0)
         assert mixed_conv2d(x, iter([weight]), iter([bias]), iter([(0,) * 4])).unique().tolist() == [8.0]
-
-
-def test_unknown_levels_are_refused() -> None:
-    with pytest.raises(ValueError, match="name: expected one of cpu_capabilities"):
-        backends.library.use_cpu_capability("avx1024")
