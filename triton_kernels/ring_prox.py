@@ -117,19 +117,37 @@ def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | No
     return t.view(thresholds.shape), q[0].view(thresholds.shape) if q else None
 
 
-def _plan(operands: Sequence[Tensor], rings: Sequence[int], count: int, **mode: Any) -> tuple[Tensor, dict[str, Any]]:
+def _plan(
+    operands: Sequence[Tensor],
+    rings: Sequence[int],
+    count: int,
+    metric: Tensor | None = None,
+    linf: bool = False,
+    squared: bool = False,
+) -> tuple[Tensor, dict[str, Any]]:
     """Return the table of the taps, and the kernel's compile-time constants and launch options."""
-    taps = tuple(operands[0].shape[2:])
+    weight = operands[0]
+    device, channels, taps = weight.device, weight.shape[1], tuple(weight.shape[2:])
     strides = tuple(operand.stride()[2:] for operand in operands)
-    device = operands[0].device
     (uploaded, _host), aligned, most = _UPLOADS.find(
         "table",
         device,
         lambda: (taps, strides, tuple(rings), count),
         lambda: _table(taps, strides, rings, count, device),
     )
-    form = form_of(operands[0], most, count, aligned, **mode)
-    warps = max(1, form.block // (PER_THREAD * (64 if torch.version.hip else 32)))
+    block = next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
+    form = WeightForm(
+        weight=DTYPES[weight.dtype],
+        metric=None if metric is None else DTYPES[metric.dtype],
+        linf=linf,
+        squared=squared,
+        block=block,
+        padded_rings=next_power_of_2(count),
+        taps_fastest=channels == 1 or weight.stride(1) != 1,
+        aligned=aligned,
+        wide=channels * len(rings) > NARROW,
+    )
+    warps = max(1, block // (PER_THREAD * (64 if torch.version.hip else 32)))
     return uploaded[0], {"FORM": form, "num_warps": warps, "enable_fp_fusion": False}
 
 
@@ -151,31 +169,6 @@ def _table(
     begins = np.concatenate([[0], np.cumsum(sizes)])
     table = np.concatenate([offsets[:, order].ravel(), begins]).astype(np.int64)
     return upload([table], device), not (offsets % ALIGNED).any(), int(sizes.max())
-
-
-def form_of(
-    weight: Tensor,
-    most: int,
-    count: int,
-    aligned: bool,
-    metric: Tensor | None = None,
-    linf: bool = False,
-    squared: bool = False,
-) -> WeightForm:
-    """Return the compile-time constants of a kernel; ``most``: the most taps of a ring."""
-    channels, taps = weight.shape[1], weight.shape[2:].numel()
-    block = next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
-    return WeightForm(
-        weight=DTYPES[weight.dtype],
-        metric=None if metric is None else DTYPES[metric.dtype],
-        linf=linf,
-        squared=squared,
-        block=block,
-        padded_rings=next_power_of_2(count),
-        taps_fastest=channels == 1 or weight.stride(1) != 1,
-        aligned=aligned,
-        wide=channels * taps > NARROW,
-    )
 
 
 def _device(device: torch.device) -> torch.cuda.device | nullcontext[None]:

@@ -73,17 +73,21 @@ def mixed_conv2d(
     """
     weights, biases, pads = tuple(weights), tuple(biases), tuple(pads)
     tensors = (x, *weights, *biases, *(() if add is None else (add,)))
+    options: dict[str, Any] = {"stride": stride, "dilation": dilation, "add": add, "relu": relu}
+    result: Any
     if has_torch_function(tensors):
-        options: dict[str, Any] = {"stride": stride, "dilation": dilation, "add": add, "relu": relu}
-        result: Any = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
+        result = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
         return result
     if isinstance(x, Tensor) and x.dim() == 3:
-        return _of_one_image(x, weights, biases, pads, order, stride, dilation, add, relu)
+        batched = isinstance(add, Tensor) and add.dim() > 3
+        if isinstance(add, Tensor) and add.dim() == 3:
+            options["add"] = add[None]
+        result = mixed_conv2d(x[None], weights, biases, pads, order, **options)
+        return result if batched else result[0]
     if torch.jit.is_tracing():
-        traced: Tensor = torch.ops.loco_ext.mixed_conv2d_traced(
-            x, weights, biases, _flat(pads), order, stride, dilation, add, relu
-        )
-        return traced
+        traced = torch.ops.loco_ext.mixed_conv2d_traced
+        result = traced(x, weights, biases, _flat(pads), order, stride, dilation, add, relu)
+        return result
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
     if _takes(tensors):
         try:
@@ -93,28 +97,11 @@ def mixed_conv2d(
             if add is None or (add.shape == shape and add.dtype == x.dtype):
                 raise
     _check(*arguments)
-    if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # on a GPU the check would need a sync
-        _check_once_each(order)
+    # The compiled operator checks this itself; on a GPU the check would need a sync.
+    is_read = order is not None and order.is_cpu and not torch.compiler.is_compiling()
+    if is_read and not torch.equal(order.sort().values, torch.arange(len(order))):
+        raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
     return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
-
-
-def _of_one_image(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    pads: Sequence[Pads],
-    order: Tensor | None,
-    stride: tuple[int, int],
-    dilation: tuple[int, int],
-    add: Tensor | None,
-    relu: bool,
-) -> Tensor:
-    """Return the result without a batch dimension, unless ``add`` has one."""
-    batched = isinstance(add, Tensor) and add.dim() > 3
-    if isinstance(add, Tensor) and add.dim() == 3:
-        add = add[None]
-    result = mixed_conv2d(x[None], weights, biases, pads, order, stride=stride, dilation=dilation, add=add, relu=relu)
-    return result if batched else result[0]
 
 
 def _native(
@@ -186,10 +173,16 @@ def _check(
                 raise ValueError(f"biases[{i}]: expected shape ({len(weight)},), got {_text(biases[i])}")
     size, filters = _check_sizes(x, weights, pads, stride, dilation), sum(map(len, weights))
     shape = (x.shape[0], filters, *size)
-    if order is not None:
-        _check_order(order, filters)
-    if add is not None:
-        _check_added(add, x, shape)
+    if order is not None and (not isinstance(order, Tensor) or order.dtype != torch.int64):
+        raise TypeError(f"order: expected an int64 tensor, got {_text(order)}")
+    if order is not None and order.shape != (filters,):
+        raise ValueError(f"order: expected shape ({filters},), got {_text(order)}")
+    if add is not None and (not isinstance(add, Tensor) or add.device != x.device):
+        raise TypeError(f"add: expected a tensor on {x.device}, got {_text(add)}")
+    try:
+        torch.broadcast_shapes(() if add is None else add.shape, shape)
+    except RuntimeError as error:
+        raise ValueError(f"add: expected a shape that fits the result's {shape}, got {_text(add)}") from error
     return shape
 
 
@@ -204,28 +197,6 @@ def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dila
         if min(room) < 1 or sizes[i] != sizes[0]:
             raise ValueError(f"pads[{i}]: expected results of one size for all parts, at least 1, got {sizes}")
     return sizes[0]
-
-
-def _check_order(order: Any, filters: int) -> None:
-    if not isinstance(order, Tensor) or order.dtype != torch.int64:
-        raise TypeError(f"order: expected an int64 tensor, got {_text(order)}")
-    if order.shape != (filters,):
-        raise ValueError(f"order: expected shape ({filters},), got {_text(order)}")
-
-
-def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(add, Tensor) or add.device != x.device:
-        raise TypeError(f"add: expected a tensor on {x.device}, got {_text(add)}")
-    try:
-        torch.broadcast_shapes(add.shape, shape)
-    except RuntimeError as error:
-        raise ValueError(f"add: expected a shape that fits the result's {shape}, got {_text(add)}") from error
-
-
-def _check_once_each(order: Tensor) -> None:
-    """Raise if a filter occurs twice in ``order``; the compiled operator checks this itself."""
-    if not torch.equal(order.sort().values, torch.arange(len(order))):
-        raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
 
 
 def _check_tensor(name: str, tensor: Any, x: Tensor) -> None:
