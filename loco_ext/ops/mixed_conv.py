@@ -98,9 +98,9 @@ def mixed_conv2d(
                 raise
     _check(*arguments)
     # The compiled operator checks this itself; on a GPU the check would need a sync.
-    is_read = order is not None and order.is_cpu and not torch.compiler.is_compiling()
-    if is_read and not torch.equal(order.sort().values, torch.arange(len(order))):
-        raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
+    read = None if torch.compiler.is_compiling() else order
+    if read is not None and read.is_cpu and not torch.equal(read.sort().values, torch.arange(len(read))):
+        raise RuntimeError(f"order: expected each of 0 to {len(read) - 1} once")
     return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
 
 

@@ -31,9 +31,9 @@ namespace cuda_on_cpu {
 
 constexpr int kNone = -1;  // no thread
 // With several resident blocks, the running one continues this many times on average before another one does: at
-// barriers and collectives, which all threads of a block pass, and at atomic operations.
+// barriers and shuffles, which all threads of a block pass, and at atomic operations.
 constexpr uint64_t kStayAtMeetings = 64, kStayAtAtomics = 2;
-// How many atomic operations may follow each other while no thread comes to a barrier or a collective.
+// How many atomic operations may follow each other while no thread comes to a barrier or a shuffle.
 constexpr int64_t kMostAtomics = 1'000'000;
 constexpr uint64_t kPoison = ~uint64_t{0};
 
@@ -337,7 +337,7 @@ class Grid {
   const std::vector<uint64_t>* blocks_ = nullptr;
   size_t begun_ = 0;
   int thread_count_ = 0;
-  int64_t atomics_ = 0;  // since a thread last came to a barrier or a collective
+  int64_t atomics_ = 0;  // since a thread last came to a barrier or a shuffle
   std::vector<Resident> residents_;
   Resident* resident_ = nullptr;  // the one that the running thread belongs to
   int running_ = 0;
