@@ -76,7 +76,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[Non
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too.
 
-    Tests that ask for it run with the Triton kernels in Triton's interpreter as well.
+    Tests that ask for it run with the Triton kernels in Triton's interpreter, or with the reference, as well.
     """
     if request.param in ("cuda", "triton"):
         backend = "native" if request.param == "cuda" else "triton"
@@ -85,7 +85,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(optim_step_cases, "ELSEWHERE", request.getfixturevalue("interpreter"))
     if request.param == "cuda_on_cpu":
         operators.use(monkeypatch, request.getfixturevalue("compiled"))
-    with loco_ext.backend("native"):
+    with loco_ext.backend("reference" if request.param == "reference" else "native"):
         yield
 
 

@@ -18,10 +18,11 @@ from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bit
 from tests.triton_runs import needs_triton
 
 KERNELS = ["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
-# Parametrizes tests whose cases Triton's interpreter steps, too.
-with_interpreter = pytest.mark.parametrize(
-    "kernels", [*KERNELS, pytest.param("interpreter", marks=needs_triton)], indirect=True
-)
+INTERPRETER = pytest.param("interpreter", marks=needs_triton)
+# These parametrize tests whose cases are stepped by Triton's interpreter, by the reference, or by both, too.
+with_interpreter = pytest.mark.parametrize("kernels", [*KERNELS, INTERPRETER], indirect=True)
+with_reference = pytest.mark.parametrize("kernels", [*KERNELS, "reference"], indirect=True)
+with_all = pytest.mark.parametrize("kernels", [*KERNELS, INTERPRETER, "reference"], indirect=True)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
 SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loco_ext import geometry, ops
+from loco_ext import ops
 from loco_ext.ops.optim_step import run_step
-from tests.optim_step.cases import Case, assert_untouched, make_case
+from tests.covering import covering
+from tests.optim_step.cases import Case, assert_same, assert_untouched, make_case
+from tests.optim_step.maps import LOCO_2D as LOCO
 
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
-LOCO = geometry.decay_map((3, 3), (0.5, 2.0))
 SHAPE = (4, 2, 3, 3)
 
 
@@ -40,11 +41,11 @@ def hyper(function):
     return change
 
 
-def same(name, index, other, other_index, view=lambda t: t):
+def same(name, index, other, other_index):
     """Return a change that makes one entry share the memory of another."""
 
     def change(case: Case) -> None:
-        case.lists[name][index] = view(case.lists[other][other_index])
+        case.lists[name][index] = case.lists[other][other_index]
 
     return change
 
@@ -77,41 +78,30 @@ COMMON = {
     "negative group_index": (options(group_index=[-1, 0]), ValueError, r"group_index\[0\]"),
     "too long map_index": (options(map_index=[0, 0, 0]), ValueError, "map_index"),
     "too large map_index": (options(map_index=[0, 1]), ValueError, r"map_index\[1\]"),
+    "negative map_index": (options(map_index=[-2, 0]), ValueError, r"map_index\[0\]"),
     "too short lr_index": (options(lrs=[torch.ones(())], lr_index=[0, 0]), ValueError, "lr_index"),
     "too large lr_index": (options(lrs=[torch.ones(())], lr_index=[1]), ValueError, r"lr_index\[0\]"),
     "learning rate of two elements": (options(lrs=[torch.ones(2)], lr_index=[0]), ValueError, r"lrs\[0\]"),
-    "learning rate of another type": (
-        options(lrs=[torch.ones((), dtype=torch.int64)], lr_index=[0]),
-        ValueError,
-        "lrs",
-    ),
-    "negative map_index": (options(map_index=[-2, 0]), ValueError, r"map_index\[0\]"),
+    "learning rate of another type": (options(lrs=[torch.ones(()).long()], lr_index=[0]), ValueError, "lrs"),
     "gradient of another shape": (lists(grads=(1, lambda t: t[:3])), ValueError, r"grads\[1\].*\(4, 2, 3, 3\)"),
     "gradient of more dimensions": (lists(grads=(1, lambda t: t[None])), ValueError, r"grads\[1\]"),
-    "gradient of another order": (lists(grads=(1, lambda t: t.reshape(2, 4, 3, 3))), ValueError, r"grads\[1\]"),
     "gradient that would broadcast": (lists(grads=(0, lambda t: t[:1])), ValueError, r"grads\[0\]"),
     "integer parameter": (lists(params=(1, torch.Tensor.int)), TypeError, r"params\[1\].*int32"),
-    "integer gradient": (lists(grads=(1, torch.Tensor.long)), TypeError, r"grads\[1\].*int64"),
-    "complex parameter": (lists(params=(0, lambda t: t.to(torch.complex64))), TypeError, r"params\[0\].*complex64"),
     "complex gradient": (lists(grads=(0, lambda t: t.to(torch.complex64))), TypeError, r"grads\[0\].*complex64"),
+    "lazily negated parameter": (lists(params=(1, torch._neg_view)), TypeError, r"params\[1\].*its own memory"),
+    "lazily negated gradient": (lists(grads=(1, torch._neg_view)), TypeError, r"grads\[1\].*its own memory"),
     "sparse gradient": (lists(grads=(1, torch.Tensor.to_sparse)), TypeError, r"grads\[1\].*sparse"),
     "gradient of another device": (lists(grads=(1, lambda t: t.to("meta"))), TypeError, r"grads\[1\].*meta"),
     "hyper in float32": (hyper(torch.Tensor.float), ValueError, "hyper.*float64"),
     "hyper of one dimension": (hyper(lambda h: h[0]), ValueError, "hyper"),
     "hyper of a column less": (hyper(lambda h: h[:, 1:]), ValueError, "hyper"),
-    "hyper of a column more": (hyper(lambda h: torch.cat([h, h[:, :1]], 1)), ValueError, "hyper"),
     "map in float32": (options(maps=[LOCO.float()]), TypeError, r"maps\[0\].*float32"),
     "map of another kernel size": (options(maps=[LOCO[:2]]), ValueError, r"maps\[0\].*\(2, 3\)"),
     "map of too many dimensions": (options(maps=[LOCO[None, None, None]]), ValueError, r"maps\[0\]"),
     "parameter as its own gradient": (same("grads", 0, "params", 0), ValueError, r"params\[0\]|grads\[0\]"),
     "parameter given twice": (same("params", 1, "params", 0), ValueError, r"params\[0\]|params\[1\]"),
-    "parameter as another's gradient": (same("grads", 1, "params", 0), ValueError, r"params\[0\]|grads\[1\]"),
     "expanded parameter": (lists(params=(1, lambda t: t[:1].expand(SHAPE))), ValueError, r"params\[1\]"),
-    "parameter that meets itself": (
-        views_of_one(("params", 1, strided(0, 40, 20, 2, 4))),
-        ValueError,
-        r"params\[1\]",
-    ),
+    "parameter that meets itself": (views_of_one(("params", 1, strided(0, 40, 20, 2, 4))), ValueError, r"params\[1\]"),
     "contiguous parameters that overlap": (
         views_of_one(("params", 0, lambda b: b[:72]), ("params", 1, lambda b: b[71:143])),
         ValueError,
@@ -128,10 +118,7 @@ COMMON = {
         r"params\[0\]|grads\[1\]",
     ),
     "expanded gradient to be unscaled": (
-        lambda case: (
-            options(grad_scale=torch.tensor(2.0))(case),
-            lists(grads=(1, lambda t: t[:1].expand(SHAPE)))(case),
-        ),
+        both(options(grad_scale=torch.tensor(2.0)), lists(grads=(1, lambda t: t[:1].expand(SHAPE)))),
         ValueError,
         r"grads\[1\]",
     ),
@@ -205,32 +192,25 @@ SEPARATE = {
 
 
 @BOTH
-@pytest.mark.parametrize("where", [("params", "grads"), ("params", "params"), ("momentum_buffers", "params")])
-@pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    covering(SEPARATE, [("params", "grads"), ("params", "params"), ("momentum_buffers", "params")], strength=1),
+)
 def test_interleaved_views_that_do_not_overlap_are_stepped(name, where, backend):
     case = make_case("sgd", [SHAPE, SHAPE])
     base = torch.randn(2000)
     for index, list_name, view in zip((0, 1), where, SEPARATE[name], strict=True):
         case.lists[list_name][index] = view(base)
     expected = Case("sgd", {name: [t.clone() for t in ts] for name, ts in case.lists.items()}, case.hyper)
-    case.step(backend)
-    expected.step(backend)
-    for list_name in case.lists:
-        assert all(map(torch.equal, case.lists[list_name], expected.lists[list_name]))
+    assert_same(case.step(backend), expected.step(backend))
 
 
 @BOTH
-def test_a_view_of_the_hyperparameters_works_or_is_a_typed_error(backend):
+def test_hyperparameters_may_be_a_view(backend):
     case = make_case("sgd", [SHAPE])
     expected = case.copy().step(backend)
-    table = torch.zeros(1, 8, dtype=torch.float64)
-    table[:, ::2] = case.hyper
-    case.hyper = table[:, ::2]
-    try:
-        case.step(backend)
-    except ValueError:
-        return
-    assert torch.equal(case.params[0], expected.params[0])
+    case.hyper = torch.stack([case.hyper, torch.zeros_like(case.hyper)], -1)[..., 0]
+    assert_same(case.step(backend), expected)
 
 
 def test_operator_itself_names_the_argument():
@@ -247,7 +227,6 @@ def test_operator_itself_names_the_argument():
         ([4, 4, 2, 3, 3], None),
         ([4, 4, 2, 3, 1], r"params\[0\]: expected the shape given in shapes, got \(4, 2, 3, 3\)"),
         ([4, 4, 2, 3], r"params\[0\]: expected the shape given in shapes"),
-        ([3, 4, 2, 3], r"params\[0\]: expected the shape given in shapes"),
         ([], r"params\[0\]: expected the shape given in shapes"),
         ([4, 4, 2, 3, 3, 1, 5], "shapes: expected 5 numbers, got 7"),
         ([[4, 4, 2, 3, 3]], "shapes: expected a contiguous float64 tensor of one dimension"),

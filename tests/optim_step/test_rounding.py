@@ -8,16 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from loco_ext import geometry, ops
+from loco_ext import ops
 from loco_ext.reference.rounding import philox
 from tests.covering import covering
-from tests.optim_step.cases import assert_native_is_reference, assert_same, make_case
+from tests.optim_step.cases import (
+    assert_native_is_reference,
+    assert_same,
+    make_case,
+    with_interpreter,
+    with_reference,
+)
+from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import STANDARD_ERRORS, same_bits
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 HALVES = [torch.bfloat16, torch.float16]
-LOCO = geometry.decay_map((3, 3), (0.5, 2.0))
 ADD_GRADIENT = torch.tensor([[-1.0, 0, 0, 0]], dtype=torch.float64)  # lr = -1: a weight of -0 becomes its gradient
 
 
@@ -31,23 +37,14 @@ def negative_zeros(count: int, dtype: torch.dtype, spread: bool = False) -> Tens
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["dense", "with_gaps"])
-@pytest.mark.parametrize("to", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_every_half_precision_number_is_read_exactly(half, to, spread):
+def test_every_half_precision_number_is_read_exactly_and_written_back_unchanged(half, spread):
     values = all_values(half)
-    w = negative_zeros(len(values), to, spread)
-    ops.optim_step_sgd([w], [values], [], ADD_GRADIENT)
-    assert same_bits(w, values.to(to))
-
-
-@pytest.mark.parametrize("spread", [False, True], ids=["dense", "with_gaps"])
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_every_half_precision_number_is_written_back_unchanged(half, spread):
-    values = all_values(half)
-    w, buffer = negative_zeros(len(values), half, spread), negative_zeros(len(values), half, spread)
-    ops.optim_step_sgd([w], [values], [buffer], ADD_GRADIENT, first=[1])
-    assert same_bits(w, values)
-    assert same_bits(buffer, values)
+    for to in (torch.float32, torch.float64, half):
+        w, buffer = negative_zeros(len(values), to, spread), negative_zeros(len(values), half, spread)
+        ops.optim_step_sgd([w], [values], [buffer], ADD_GRADIENT, first=[1])
+        assert same_bits(w, values.to(to))
+        assert same_bits(buffer, values)
 
 
 def between(half: torch.dtype) -> Tensor:
@@ -86,6 +83,7 @@ KNOWN_ANSWERS = [  # counter, key, result: published with the generator's source
 ]
 
 
+@pytest.mark.parametrize("kernels", ["reference"], indirect=True)
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_known_answers(counter, key, expected):
     c = [int(word, 16) for word in counter.split()]
@@ -95,13 +93,14 @@ def test_philox_gives_the_published_known_answers(counter, key, expected):
     assert " ".join(f"{word.item():08x}" for word in words) == expected
 
 
+@with_interpreter
 @pytest.mark.parametrize(
     ("seed", "rounding_step"),
     covering([0, 1, 2**40 + 3, -1, 2**63 - 1, -(2**63)], [0, 1, 2**32 - 1, 2**32 + 5], strength=1),
 )
 def test_stochastic_rounding_gives_the_references_bits(seed, rounding_step):
     shapes = [(6, 5, 3, 3), (29,), (), (0, 3), (3, 1500)]
-    options = {"seed": seed, "rounding_step": rounding_step, "maps": [LOCO], "map_index": [0, -1, -1, -1, -1]}
+    options = {"seed": seed, "rounding_step": rounding_step, "maps": [LOCO_2D], "map_index": [0, -1, -1, -1, -1]}
     for states in (0, 1):
         assert_native_is_reference(make_case("sgd", shapes, dtypes=[torch.bfloat16] * 3, states=states, **options))
     options["ordinals"] = [7, 0, 2**32 - 1, 3, 3]
@@ -110,83 +109,69 @@ def test_stochastic_rounding_gives_the_references_bits(seed, rounding_step):
     assert_native_is_reference(case)
 
 
-def rounded(values: Tensor, backend: str = "native", count: int = 1, **options) -> list[Tensor]:
-    """Return bfloat16 parameters to which float32 values were written with stochastic rounding."""
-    case = make_case("sgd", [values.shape] * count, states=0, **{"seed": 11, **options})
-    case.lists["params"] = [torch.full_like(values, -0.0, dtype=torch.bfloat16) for _ in range(count)]
-    case.lists["grads"] = [values] * count
+def rounded(values: Tensor, **options) -> Tensor:
+    """Return a bfloat16 parameter to which float32 values were written with stochastic rounding."""
+    case = make_case("sgd", [values.shape], states=0, seed=11, **options)
+    case.lists |= {"params": [torch.full_like(values, -0.0, dtype=torch.bfloat16)], "grads": [values]}
     case.hyper = ADD_GRADIENT
-    return case.step(backend).params
+    return case.step().params[0]
 
 
-BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
-
-
-@BOTH
-def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_exact(backend):
+@with_reference
+def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_exact():
     values = torch.cat([torch.randn(5000), torch.randn(1000) * 1e-39, torch.tensor([0.0, 1e38, -1e38])])
     bits = values.view(torch.int32)
     toward_zero = (bits & ~0xFFFF).view(torch.float32)
     away = ((bits & ~0xFFFF) + 0x10000).view(torch.float32)
-    (result,) = rounded(values, backend)
+    result = rounded(values)
     is_away = result.float() == away
     assert ((result.float() == toward_zero) | is_away).all()
     assert 0.3 < is_away.float().mean() < 0.7
     exact = all_values(torch.bfloat16).float()
-    assert same_bits(rounded(exact, backend)[0], exact.bfloat16())
+    assert same_bits(rounded(exact), exact.bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("part", "sign", "backend"), covering([2**-16, 0.1, 0.5, 0.75, 1 - 2**-16], [1, -1], ["native", "reference"])
-)
-def test_stochastic_rounding_is_unbiased(part, sign, backend):
+@with_reference
+@pytest.mark.parametrize(("part", "sign"), [(2**-16, 1), (0.1, -1), (0.75, 1), (1 - 2**-16, -1)])
+def test_stochastic_rounding_is_unbiased(part, sign):
     n, ulp = 2**19, 2.0**-7
     value = torch.tensor(1 + part * ulp)  # a multiple of ulp / 2^16, as float32 is
-    (result,) = rounded(sign * value.expand(n).contiguous(), backend)
+    result = rounded(sign * value.expand(n).contiguous())
     part = (value.item() - 1) / ulp
     standard_error = ulp * math.sqrt(part * (1 - part) / n)
     assert abs(sign * result.double().mean().item() - value.item()) <= STANDARD_ERRORS * standard_error
     assert result.unique().numel() == 2
 
 
-@BOTH
-def test_seed_step_and_ordinal_each_change_the_random_numbers(backend):
-    values = torch.randn(1000)
-    variants = [{}, {"seed": 12}, {"seed": 11 + 2**32}, {"rounding_step": 1}, {"ordinals": [1]}]
-    results = [rounded(values, backend, **options)[0] for options in variants]
-    assert not any(map(torch.equal, *zip(*itertools.combinations(results, 2), strict=True)))
-    assert torch.equal(rounded(values, backend)[0], results[0])
-
-
-@BOTH
-def test_ordinals_count_the_parameters_unless_given(backend):
-    values = torch.randn(1000)
-    first, second = rounded(values, backend, count=2)
-    assert torch.equal(first, rounded(values, backend)[0])
-    assert torch.equal(second, rounded(values, backend, ordinals=[1])[0])
-    assert all(map(torch.equal, rounded(values, backend, count=2, ordinals=[1, 0]), (second, first)))
-
-
-@BOTH
-def test_parameter_and_states_are_rounded_independently(backend):
-    n = 2**16
-    value = torch.full((n,), 1 + 2.0**-8)  # half way between two bfloat16 numbers
-    case = make_case("sgd", [(n,)], dtypes=[torch.bfloat16] * 3, seed=3, first=[1])
-    case.lists |= {"params": [negative_zeros(n, torch.bfloat16)], "grads": [value]}
+@with_reference
+@pytest.mark.parametrize(
+    ("seed", "step", "ordinals"),
+    [(11, 0, None), (11 + 2**32, 1, [1, 0]), (-1, 2**32 - 1, [2**32 - 1, 7])],  # ordinals count parameters by default
+    ids=["default", "high seed", "large"],
+)
+def test_random_words_are_philoxs_of_seed_step_ordinal_and_element(seed, step, ordinals):
+    """The parameter is rounded by the first word of each element, and the buffer, independently, by the second."""
+    case = make_case("sgd", [(1000,)] * 2, states=1, seed=seed, rounding_step=step, ordinals=ordinals, first=[1, 1])
+    for name in ("params", "momentum_buffers"):
+        case.lists[name] = [negative_zeros(1000, torch.bfloat16) for _ in range(2)]
     case.hyper = ADD_GRADIENT
-    case.step(backend)
-    agree = (case.params[0] == case.lists["momentum_buffers"][0]).double().mean().item()
-    assert abs(agree - 0.5) <= STANDARD_ERRORS * math.sqrt(0.25 / n)
+    case.step()
+    for i, ordinal in enumerate(ordinals or (0, 1)):
+        words = philox(torch.arange(1000), seed, ordinal, step)
+        bits = case.lists["grads"][i].view(torch.int32)
+        for name, word in (("params", words[0]), ("momentum_buffers", words[1])):
+            expected = (bits + (word & 0xFFFF).to(torch.int32)) & ~0xFFFF
+            assert same_bits(case.lists[name][i].float(), expected.view(torch.float32)), name
 
 
-@BOTH
-def test_only_bfloat16_parameters_and_their_bfloat16_states_are_rounded_stochastically(backend):
+@with_reference
+def test_only_bfloat16_parameters_and_their_bfloat16_states_are_rounded_stochastically():
     for dtypes in itertools.product([torch.float32, torch.float64, torch.float16], [torch.float32], HALVES):
         case = make_case("sgd", [(500,)], dtypes=dtypes)
-        assert_same(case.copy(seed=3).step(backend), case.copy().step(backend))
+        assert_same(case.copy(seed=3).step(), case.copy().step())
     for state in (torch.float32, torch.float16):
         case = make_case("sgd", [(500,)], dtypes=[torch.bfloat16, torch.bfloat16, state])
-        with_seed, without = case.copy(seed=3).step(backend), case.copy().step(backend)
+        with_seed, without = case.copy(seed=3).step(), case.copy().step()
         assert torch.equal(with_seed.lists["momentum_buffers"][0], without.lists["momentum_buffers"][0])
         assert not torch.equal(with_seed.params[0], without.params[0])
 
@@ -205,7 +190,7 @@ def test_any_number_of_threads_gives_the_same_bits(rule, kind):
     """Some tensors have many chunks, some a part of one, and some share a chunk with many others."""
     shapes = [(64, 64, 3, 3), (70001,), *[(65,)] * 150, (33, 41, 5, 5), (32768 - 128,), (1,), (300, 5, 3, 3)]
     map_index = [0 if len(shape) == 4 and shape[-1] == 3 else -1 for shape in shapes]
-    case = make_case(rule, shapes, states=3, maps=[LOCO], map_index=map_index, **THREADED[kind])
+    case = make_case(rule, shapes, states=3, maps=[LOCO_2D], map_index=map_index, **THREADED[kind])
     case.params[-1] = case.params[-1].contiguous(memory_format=torch.channels_last)
     results = []
     for threads in (1, 2, 3):

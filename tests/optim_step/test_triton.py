@@ -1,23 +1,27 @@
-"""Tests that the optimizer step's Triton kernels give the reference's bits, in Triton's interpreter."""
+"""Tests of the optimizer step's Triton kernels in Triton's interpreter, beyond those that all kernels share."""
 
+import itertools
 import math
-from dataclasses import replace
+import sys
 from decimal import Context, Decimal
 
 import pytest
 import torch
 
-from tests.covering import covering
-from tests.optim_step.cases import FLOATS, SHAPES, assert_same, assert_untouched, make_case
-from tests.optim_step.interpreter import assert_is_reference, scalars
-from tests.optim_step.maps import LOCO_2D
+from loco_ext.reference.rounding import philox
+from tests.optim_step.cases import assert_same, make_case, whole
+from tests.optim_step.interpreter import BLOCK, assert_is_reference, far, scalars
+from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS
+from tests.optim_step.maps import ANY_MAP, LOCO_2D
 from tests.tolerances import same_bits
-from tests.triton_runs import loaded, needs_triton, saved
+from tests.triton_runs import needs_triton, saved
 
 pytestmark = needs_triton
 
+NARROW = 2**31 - BLOCK  # most elements whose indices fit into 32 bits
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999, 1 - 2**-53, 5e-324])
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999999, 1 - 2**-53, 5e-324])
 def test_powers_of_beta_are_rounded_once(interpreter, beta):
     steps = [1, 2, 3, 7, 100, 1000, 65535, 10**7]
     hyper = (0.5, 0.0, beta, beta, 1e-8)
@@ -29,54 +33,62 @@ def test_powers_of_beta_are_rounded_once(interpreter, beta):
     assert actual[:, 7].tolist() == [math.sqrt(1 - power) for power in powers]
 
 
-def test_decoupled_decay_alone_gives_the_references_bits_in_float64(interpreter):
-    decay_map = torch.rand(8, 9, 3, 3, dtype=torch.float64)
-    case = make_case("adam", [decay_map.shape], dtypes=[torch.float64] * 3, hyper=(1.7, 0.9, 0.9, 0.99, 1e-8))
-    case.options |= {"decoupled": True, "maps": [decay_map], "map_index": [0]}
-    for name in ("grads", "exp_avgs"):
-        case.lists[name][0].zero_()
-    assert same_bits(interpreter.step(case).params[0], case.copy().step("reference").params[0])
+def guarded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return a contiguous copy with GUARD before and behind it."""
+    memory = torch.full((tensor.numel() + 2 * offset,), GUARD, dtype=tensor.dtype)
+    return memory[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter, dtype):
+    sizes = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
+    shapes = [*((size,) for size in sizes), (40, 30, 3, 3), (9, 7), (20, 11, 5, 5)]
+    options = {"maps": [LOCO_2D, ANY_MAP["5x5"][1]], "map_index": [-1] * len(sizes) + [0, -1, 1], "seed": 3}
+    case = make_case("sgd", shapes, dtypes=[dtype] * 3, **options)
+    expected = case.copy().step("reference")
+    for name, tensors in case.lists.items():  # every second tensor can be accessed in vectors
+        case.lists[name] = [guarded(t, (8, 1)[i % 2]) for i, t in enumerate(tensors)]
+    actual = interpreter.step(case)
+    assert_same(actual, expected)
+    for tensor in itertools.chain(*actual.lists.values()):
+        offset = tensor.storage_offset()
+        memory = whole(tensor)
+        assert (torch.cat([memory[:offset], memory[-offset:]]) == GUARD).all()
+
+
+@pytest.mark.parametrize("kind", ["half", "rounded"])
+def test_elements_numbered_in_64_bits_give_the_references_bits(interpreter, kind):
+    case = make_case("sgd", [(6, 5, 3, 3), (70, 11, 3, 3)], maps=[LOCO_2D], map_index=[0, 0], **KINDS[kind])
+    case.params[1] = LAYOUTS["taps_slowest"](case.params[1])
+    assert_is_reference(interpreter, case, wide=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
 @pytest.mark.parametrize(
-    ("grad_dtype", "scale"),
-    covering(FLOATS, [torch.tensor(1024.0), torch.tensor([3.0], dtype=torch.float64)], strength=1),
-    ids=str,
+    ("numel", "wide", "stride"), [(NARROW, False, 1), (NARROW, False, 3), (NARROW + 1, True, 1), (2**32 + 100, True, 3)]
 )
-def test_gradients_are_divided_by_grad_scale_in_memory_too(interpreter, scale, grad_dtype):
-    for rule, param_dtype in ("sgd", torch.float32), ("adam", torch.bfloat16), ("sgd", torch.float64):
-        dtypes = [param_dtype, grad_dtype, torch.float32]
-        case = make_case(rule, SHAPES, dtypes=dtypes, grad_scale=scale, found_inf=torch.tensor(0.0), maximize=True)
-        assert_is_reference(interpreter, case)
+def test_elements_beyond_2_to_the_31_are_stepped(interpreter, numel, wide, stride):
+    w, g = map(torch.from_numpy, interpreter.pool.submit(far, numel, stride, wide).result())
+    elements = torch.arange(numel - len(w), numel)
+    bits = (1 - 0.25 * g).view(torch.int32)
+    random = philox(elements, seed=5, tensor=0, step=3)[0]
+    rounded = (bits + (random & 0xFFFF).to(torch.int32)) & ~0xFFFF
+    assert same_bits(w, rounded.view(torch.float32))
 
 
-@pytest.mark.parametrize("found", [1.0, math.nan, math.inf])
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_nothing_changes_where_infinity_was_found(interpreter, rule, found):
-    found_inf = torch.tensor([found], dtype=torch.float64 if found == 1 else torch.float32)
-    case = make_case(rule, [*SHAPES, (3000,)], found_inf=found_inf, grad_scale=torch.tensor(2.0))
-    assert_untouched(interpreter.step(case), case)
-
-
-def test_empty_tensors_are_counted(interpreter):
-    case = make_case("adam", [(0, 3), (0,)])
-    assert [t.item() for t in interpreter.step(case).lists["steps"]] == [4, 4]
-
-
-def test_what_changes_between_steps_takes_effect(interpreter):
-    """A step follows in-place changes of map and hyper, changes of first, flags and gradient, and changes back."""
-    decay_map = LOCO_2D.clone()
-    case = make_case("sgd", [(6, 5, 3, 3), (9,)], maps=[decay_map], map_index=[0, -1], first=[1, 1])
-    again = replace(case, options={**case.options, "first": []})
-    other = replace(again, lists={**case.lists, "grads": [torch.randn_like(g) for g in case.lists["grads"]]})
-    squared = [(decay_map, LOCO_2D.square()), (case.hyper, case.hyper * 0.5)]
-    back = [(decay_map, LOCO_2D), (case.hyper, case.hyper.clone())]
-    jobs = [(case, []), (again, []), (again, squared), (other, []), (again, back)]
-    expected = saved(jobs)
-    stepped = interpreter.steps(*jobs)
-    jobs = loaded(expected)
-    for each, before in jobs:
-        for tensor, values in before:
-            tensor.copy_(values)
-        each.step("reference")
-    assert_same(stepped, jobs[-1][0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_special_numbers_are_rounded_to_half_precision_as_in_torch(interpreter, dtype):
+    """NaN of any bits stays NaN, and float64 is rounded by way of float32."""
+    nan = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    for seed in (None, 3):
+        case = make_case("sgd", [(4,)], dtypes=[dtype, torch.float32, dtype], first=[1], seed=seed)
+        case.hyper[0, 1] = 0  # no decay: the buffer becomes the gradient as it is
+        case.lists["grads"] = [nan]
+        stepped = interpreter.step(case)
+        assert stepped.params[0].isnan().all()
+        assert stepped.lists["momentum_buffers"][0].isnan().all()
+    middle = [1 + 2**-11 + 2**-40, 1 + 3 * 2**-11 - 2**-40, 1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40]
+    case = make_case("sgd", [(4,)], dtypes=[torch.float64, torch.float64, dtype], first=[1])
+    case.hyper[0, 1] = 0
+    case.lists["grads"] = [torch.tensor(middle, dtype=torch.float64)]
+    assert_is_reference(interpreter, case)

@@ -100,9 +100,8 @@ def problem():
     ("case", "name"),
     [
         *(("momentum", "rings"), ("Adam", "rings"), ("AdamW", "kernels")),
-        *(slow((case, "rings")) for case in ("dampening", "amsgrad", "AdamW")),
-        *(slow((case, name)) for case in ("SGD", "Adam") for name in INNER if (case, name) != ("Adam", "rings")),
-        slow(("momentum", "kernels")),
+        *map(slow, [("dampening", "full rings"), ("amsgrad", "rings"), ("SGD", "squared rings"), ("SGD", "kernels")]),
+        *map(slow, [("momentum", "squared"), ("Adam", "squared rings"), ("Adam", "squared"), ("Adam", "largest")]),
     ],
 )
 def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, name):
@@ -120,28 +119,6 @@ def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, 
     if name == "rings":
         assert (expected[strong] == 0).any()
         assert torch.equal(conv.weight[strong] == 0, expected[strong] == 0)  # rings are zeroed in the weight
-
-
-def test_the_product_comes_down_on_images_as_far_as_a_prox_of_gamma_takes_it():
-    """Steps reach the minimum for the problem of the draft's eqs. 30 and 31.
-
-    The product without a penalty is about 1; at the minimum with a strength of 0.6 it is 0.4 of that. The overlapping
-    windows of the images are white except for sampling noise.
-    """
-    torch.manual_seed(0)
-    x = torch.randn(64, 2, 10, 10)
-    teacher = torch.randn(3, 2, 3, 3)
-    y = nn.functional.conv2d(x, teacher / columns(teacher.flatten(1).norm(dim=1)))
-    conv, norm = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)
-    conv.weight.data = conv.weight.data / 2 + teacher / 4
-    penalty = sparsity.folded_penalties(nn.Sequential(conv, norm), sparsity.KernelPenalty(0.6))
-    optimizer = optim.SGD(optim.parameter_groups(nn.Sequential(conv, norm), 0.0, penalty=penalty), lr=0.1)
-    for _ in range(80):
-        optimizer.zero_grad()
-        ((norm(conv(x)) - y).square().sum(1).mean() / 2).backward()
-        optimizer.step()
-    products = folded(conv, norm).flatten(1).norm(dim=1)
-    assert ((products > 0.38) & (products < 0.42)).all()
 
 
 def test_a_kernel_that_the_loss_asks_for_comes_back(problem):
@@ -287,8 +264,9 @@ def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skippe
     assert (norm.weight != kept[1]).all()
 
 
-@pytest.mark.parametrize("kind", ["none", "other optimizer", "frozen", "replaced"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("SGD", "none"), ("Adam", "other optimizer"), ("AdamW", "frozen"), ("SGD", "replaced")]
+)
 def test_a_norm_that_the_optimizer_does_not_step_is_a_typed_error(name, kind):
     conv, norm = make_layers()
     optimizer = make_optimizer(name, conv, norm)

@@ -39,7 +39,6 @@ PENALTIES = {
     "complexity": lambda model: (complexity_penalties(model[:1], (IMAGES,), 0.3)["0"], "0.weight"),
     "blocks": lambda model: (RingPenalty(0.3), "2.weight"),
 }
-ALL = pytest.mark.parametrize("name", PENALTIES)
 
 
 def gradient_of(value, weight):
@@ -47,7 +46,7 @@ def gradient_of(value, weight):
     return torch.autograd.grad(value(weight), weight)[0]
 
 
-@ALL
+@pytest.mark.parametrize("name", PENALTIES)
 def test_derivatives_are_autograds(name):
     model = make_model()
     penalty, path = PENALTIES[name](model)
@@ -72,7 +71,7 @@ def test_vmap_goes_over_weights(name):
     assert_close(func.vmap(func.grad(penalty.value), 1)(weights), torch.stack(gradients))
 
 
-@ALL
+@pytest.mark.parametrize("name", ["folded", "complexity", "blocks"])
 def test_a_loss_with_a_penalty_through_functional_call(name):
     class Penalised(nn.Module):
         def __init__(self):

@@ -31,12 +31,12 @@ def start(dtype=torch.float32, layout="contiguous"):
     return [nn.Parameter(LAYOUTS[layout]((p.detach() * s).to(dtype))) for p, s in zip(params, sizes, strict=True)]
 
 
-def stepped(kind, penalty, backend="native", dtype=torch.float32, layout="contiguous", steps=1, **options):
+def stepped(kind, penalty, backend="native", dtype=torch.float32, layout="contiguous", steps=1):
     params = start(dtype, layout)
-    optimizer = make(kind, params, penalty, **options)
+    optimizer = make(kind, params, penalty)
     with loco_ext.backend(backend):
         train(optimizer, steps)
-    return params, optimizer
+    return params
 
 
 def assert_near(ours, theirs, dtype=torch.float32):
@@ -84,8 +84,7 @@ def test_weights_without_taps_and_rings_without_taps(backend, linf):
     assert (flat < weight).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize(("linf", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
 def test_narrow_weights_are_rounded_once(linf, dtype):
     weight, metric = start(dtype)[0].detach(), torch.rand(SHAPES[0]) + 0.5
     zero = torch.zeros(1, dtype=torch.float64)
@@ -146,25 +145,13 @@ def test_without_squares_filters_are_not_joint(backend, linf):
 @pytest.mark.parametrize(("kind", "name", "dtype"), covering(KINDS, PENALTIES, DTYPES), ids=str)
 @pytest.mark.usefixtures("native")
 def test_the_step_is_that_of_the_reference(kind, name, dtype):
-    ours, _ = stepped(kind, PENALTIES[name], dtype=dtype)
-    theirs, _ = stepped(kind, PENALTIES[name], "reference", dtype=dtype)
-    assert_near(ours, theirs, dtype)
-    alone, _ = stepped(kind, sparsity.KernelPenalty(0.1, norm=name, power=1), dtype=dtype)
+    ours = stepped(kind, PENALTIES[name], dtype=dtype)
+    assert_near(ours, stepped(kind, PENALTIES[name], "reference", dtype=dtype), dtype)
+    alone = stepped(kind, sparsity.KernelPenalty(0.1, norm=name, power=1), dtype=dtype)
     assert not any(torch.equal(p, q) for p, q in zip(ours, alone, strict=True) if p.dim() > 2)
 
 
-@pytest.mark.parametrize("kind", ["plain", "momentum"])
-@pytest.mark.usefixtures("native")
-def test_small_kernels_vanish_and_a_layer_never_does(kind):
-    params, _ = stepped(kind, sparsity.KernelPenalty(50.0, power=2), steps=3)
-    for p in params:
-        if p.dim() > 2:
-            alive = p.detach().flatten(1).any(1)
-            assert 0 < alive.sum() < len(p)
-
-
-@pytest.mark.parametrize("kind", ["plain", "Adam"])
-@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize(("kind", "linf"), [("plain", True), ("Adam", False)])
 @pytest.mark.usefixtures("native")
 def test_rings_with_thresholds_of_their_own_are_joint_too(linf, kind):
     weight = torch.randn(4, 5, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
@@ -188,8 +175,7 @@ def test_rings_with_thresholds_of_their_own_are_joint_too(linf, kind):
     assert torch.equal(ours == 0, theirs == 0)
 
 
-@pytest.mark.parametrize("strength", [1e3, 1e9])
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize(("norm", "strength"), [("l2", 1e9), ("linf", 1e3), ("linf", 1e9)])
 @pytest.mark.usefixtures("native")
 def test_a_layer_never_vanishes_however_strong_the_penalty(norm, strength):
     """The factor ``f`` is then many powers of 2 below what the weights ask for."""
@@ -215,32 +201,32 @@ def test_the_norms_left_are_those_of_the_formula_up_to_any_strength():
         torch.testing.assert_close(left, expected, rtol=1e-6, atol=1e-14)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
-@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    covering(["momentum", "AdamW"], [*LAYOUTS][1:], [torch.float32, torch.bfloat16], strength=1),
+    ids=str,
+)
 @pytest.mark.usefixtures("native")
-def test_any_layout_gives_the_same(kind, layout):
-    for dtype in (torch.float32, torch.bfloat16):
-        expected, _ = stepped(kind, PENALTIES["l2"], dtype=dtype, steps=2)
-        params, _ = stepped(kind, PENALTIES["l2"], dtype=dtype, layout=layout, steps=2)
-        assert_near(params, expected, dtype)
+def test_any_layout_gives_the_same(kind, layout, dtype):
+    expected = stepped(kind, PENALTIES["l2"], dtype=dtype, steps=2)
+    assert_near(stepped(kind, PENALTIES["l2"], dtype=dtype, layout=layout, steps=2), expected, dtype)
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+@pytest.mark.parametrize(("kind", "name"), [("momentum", "linf"), ("Adam", "l2")])
 def test_the_number_of_threads_changes_no_bit(kind, name):
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        params = [nn.Parameter(p.detach().repeat(48, *[1] * (p.dim() - 1))) for p in start()]
+        params = [nn.Parameter(p.detach().repeat(24, *[1] * (p.dim() - 1))) for p in start()]
         train(make(kind, params, PENALTIES[name]), 2)
         results.append(params)
     for other in results[1:]:
         assert all(same_bits(p.detach(), q.detach()) for p, q in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", PENALTIES)
-@pytest.mark.parametrize("kind", ["plain", "Adam"])
+@pytest.mark.parametrize(
+    ("kind", "name", "value"), covering(["plain", "Adam"], PENALTIES, [torch.nan, torch.inf], strength=1)
+)
 @pytest.mark.usefixtures("native")
 def test_a_kernel_without_a_norm_has_no_part_in_the_sum(kind, name, value):
     results = []
@@ -271,23 +257,6 @@ def test_squares_neither_vanish_nor_overflow(size):
     torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
-@pytest.mark.usefixtures("native")
-def test_random_rounding_comes_after_the_prox(kind):
-    still, plain = (
-        stepped(kind, penalty, dtype=torch.bfloat16, steps=2, stochastic_rounding=7)[0]
-        for penalty in (sparsity.KernelPenalty(0.0, power=2), None)
-    )
-    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(still, plain, strict=True))
-    ours, theirs = (
-        stepped(kind, PENALTIES["l2"], backend, torch.bfloat16, stochastic_rounding=7)[0]
-        for backend in ("native", "reference")
-    )
-    assert_near(ours, theirs, torch.bfloat16)
-    nearest, _ = stepped(kind, PENALTIES["l2"], dtype=torch.bfloat16)
-    assert any(not same_bits(p.detach(), q.detach()) for p, q in zip(ours, nearest, strict=True))
-
-
 @pytest.mark.parametrize("linf", [False, True])
 @pytest.mark.usefixtures("native")
 def test_a_parameter_may_be_stepped_where_gradients_are_recorded(linf):
@@ -300,8 +269,9 @@ def test_a_parameter_may_be_stepped_where_gradients_are_recorded(linf):
     assert same_bits(stepped.detach(), expected)
 
 
-@pytest.mark.parametrize("penalty", [*PENALTIES.values(), sparsity.KernelPenalty(0.1, norm="linf")])
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    ("name", "penalty"), [("SGD", PENALTIES["l2"]), ("Adam", PENALTIES["linf"]), ("Adam", sparsity.KernelPenalty(0.1))]
+)
 def test_fake_parameters_can_be_stepped(name, penalty):
     with FakeTensorMode():
         param = nn.Parameter(torch.randn(4, 5, 3, 3))

@@ -1,7 +1,5 @@
 """Tests of penalties on whole layers: squared penalties, which couple a layer's filters, and functions as penalties."""
 
-import itertools
-
 import cvxpy
 import pytest
 import torch
@@ -9,12 +7,12 @@ from torch import nn
 
 import loco_ext
 from loco_ext import ops, optim, sparsity
-from tests.covering import slow
-from tests.optim.stepping import set_gradients, train
-from tests.penalties.cases import DTYPES, KINDS, LAYOUTS, SHAPES, make, make_params
+from tests.covering import covering, slow
+from tests.optim.stepping import train
+from tests.penalties.cases import KINDS, SHAPES, make, make_params
 from tests.penalties.minimum import CASES, CLOSE, KERNELS
 from tests.ring_prox.solvers import clarabel
-from tests.tolerances import BY_INTERIOR_POINTS, assert_within_ulps, same_bits
+from tests.tolerances import BY_INTERIOR_POINTS, same_bits
 
 SQUARED = sparsity.KernelPenalty(0.3, power=2)
 CONVOLUTIONS = [i for i, shape in enumerate(SHAPES) if len(shape) > 2]
@@ -25,14 +23,13 @@ PENALTIES = {
     "squared, linf": lambda: sparsity.KernelPenalty(0.1, norm="linf", power=2),
     "mixed": lambda: [sparsity.RingPenalty(20.0), SQUARED, None, None, *[sparsity.KernelPenalty(9.0)] * 2],
 }
-NAMES = list(PENALTIES)
 
 
 def entry_of(penalty, i):
     return penalty[i] if isinstance(penalty, list) else penalty if i in CONVOLUTIONS else None
 
 
-def by_hand(kind, penalty, dtype, steps=1):
+def by_hand(kind, penalty, dtype, steps):
     """Step without a penalty, then apply its prox with the step size and metric that the documentation states."""
     params = make_params(dtype)
     optimizer = make(kind, params, None)
@@ -54,9 +51,7 @@ def by_hand(kind, penalty, dtype, steps=1):
     return params
 
 
-@pytest.mark.parametrize("backend", ["native", "reference", "foreach"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name", "backend"), covering(KINDS, PENALTIES, ["native", "reference", "foreach"]))
 def test_the_step_is_one_without_the_penalty_and_then_its_prox(kind, name, backend):
     penalty = PENALTIES[name]()
     params = make_params(torch.float64)
@@ -67,35 +62,6 @@ def test_the_step_is_one_without_the_penalty_and_then_its_prox(kind, name, backe
     for p, q, start in zip(params, by_hand(kind, penalty, torch.float64, 2), make_params(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9 * start.detach().abs().max().item())
         assert torch.equal(p == 0, q == 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "name"),
-    [
-        *itertools.product(["momentum"], DTYPES[1:], ["squared", "mixed"]),
-        ("AdamW", torch.bfloat16, "mixed"),
-        *map(slow, itertools.product(["AdamW"], DTYPES[1:], ["squared"])),
-    ],
-    ids=str,
-)
-def test_narrow_types_are_rounded_once_at_the_end(kind, dtype, name):
-    ours, theirs = make_params(dtype), make_params(dtype)
-    for params, backend in ((ours, "native"), (theirs, "reference")):
-        with loco_ext.backend(backend):
-            train(make(kind, params, PENALTIES[name]()), 1)
-    for p, q, start in zip(ours, theirs, make_params(dtype), strict=True):
-        assert_within_ulps(p.detach(), q.detach(), scale=start.detach().abs().max().item())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_gives_the_same(layout):
-    results = []
-    for chosen in ("contiguous", layout):
-        params = make_params(torch.float64, chosen)
-        train(make("momentum", params, PENALTIES["mixed"]()), 3)
-        results.append(params)
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q)
 
 
 @pytest.mark.usefixtures("native")
@@ -129,17 +95,6 @@ def test_penalties_of_all_kinds_may_mix(kind):
     for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q)
         assert torch.equal(p == 0, q == 0)
-
-
-def test_several_batches_are_checked_before_the_first_is_stepped():
-    params = make_params(torch.float64)
-    groups = [{"params": params[:2]}, {"params": params[4:5], "maximize": True}]
-    optimizer = optim.Adam(groups, lr=0.02, penalty=SQUARED)
-    train(optimizer, 1)
-    alone = make_params(torch.float64)
-    set_gradients(alone[:2], 0)
-    optim.Adam(alone[:2], lr=0.02, penalty=SQUARED).step()
-    assert same_bits(params[0].detach(), alone[0].detach())
 
 
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
@@ -183,7 +138,7 @@ def least(inputs, answers, strength):
     return torch.from_numpy(w.value)
 
 
-@pytest.mark.parametrize("case", [case if case in ("dampening", "amsgrad") else slow(case) for case in CASES])
+@pytest.mark.parametrize("case", ["dampening", slow("amsgrad")])
 def test_every_optimizer_reaches_the_minimum_of_a_squared_penalty(case):
     name, options = CASES[case]
     inputs, answers = convex_problem()

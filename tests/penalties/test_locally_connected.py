@@ -37,7 +37,7 @@ def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
     """The kernel is as large as the image, so it has one position and growth can add nothing."""
     torch.manual_seed(3)
     zeros = 0
-    for strength in (0.02, 0.1, 0.3, 1.0, 3.0):
+    for strength in (0.02, 0.3, 3.0):
         conv = nn.Conv2d(4, 6, (5, 3), groups=2, dtype=torch.float64)
         with torch.no_grad():
             conv.weight[0] /= 50
@@ -70,24 +70,21 @@ def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
         torch.testing.assert_close(penalty.prox(layer.weight, 1.0), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("number", [1e-20, 1e-22, 1e-25, 1e-40], ids=str)
 @pytest.mark.parametrize("name", PENALTIES)
-def test_weights_too_small_to_square_vanish(name, number):
-    layer = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1)
-    outside = ~layer.pattern.local_mask()
-    with torch.no_grad():
-        layer.weight[outside] = number
-    penalty = PENALTIES[name](0.05)
-    assert torch.equal(penalty.prox(layer.weight, 0.0), layer.weight)
-    if "kernels" not in name:
-        assert penalty.prox(layer.weight, 1.0)[outside].count_nonzero() == 0
-    with torch.no_grad():
-        layer.weight.fill_(number)
-    if "squared" not in name:
-        assert penalty.prox(layer.weight, 1.0).count_nonzero() == 0
+def test_weights_too_small_to_square_vanish(name):
+    layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1), PENALTIES[name](0.05)
+    outside, start = ~layer.pattern.local_mask(), layer.weight.detach().clone()
+    for number in (1e-20, 1e-22, 1e-40):
+        layer.weight.data.copy_(start)[outside] = number
+        assert torch.equal(penalty.prox(layer.weight, 0.0), layer.weight)
+        if "kernels" not in name:
+            assert penalty.prox(layer.weight, 1.0)[outside].count_nonzero() == 0
+        layer.weight.data.fill_(number)
+        if "squared" not in name:
+            assert penalty.prox(layer.weight, 1.0).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("name", ["scaled", "largest", "squared", "squared kernels"])
 def test_a_layer_that_has_lost_all_blocks_trains_on(name):
     layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)), PENALTIES[name](100.0)
     optimizer = optim.SGD(layer.parameters(), 0.1, 0.9, weight_decay=0.1, locality=(0.5, 2.0), penalty=penalty)
@@ -123,7 +120,7 @@ def test_too_many_rings_are_refused_before_anything_changes():
         assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("name", ["scaled", "largest", "squared kernels"])
 def test_default_devices_change_nothing(name):
     torch.manual_seed(4)
     layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1), PENALTIES[name](0.05)
@@ -144,7 +141,7 @@ def boxes(layer):
     return torch.where(offsets == 0, -100, beyond).amax(1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
     """Groups of rings are shrunk one by one in each unit; rings are boxes around the kernel, then its own rings."""
     generator = random.Random(seed)
@@ -199,8 +196,9 @@ def copy_of(layer):
     return values
 
 
-@pytest.mark.parametrize("path", [{}, {"fused": False}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("momentum", "path"), [(0.0, {}), (0.9, {}), (0.9, {"fused": False}), (0.9, {"foreach": True})], ids=str
+)
 def test_steps_of_sgd_end_with_the_prox(momentum, path):
     model, penalty = make_model(), sparsity.RingPenalty(0.2, kind="full")
     groups = optim.parameter_groups(model, 0.0, penalty=penalty)
@@ -238,8 +236,7 @@ def test_steps_of_adam_end_with_the_prox_in_their_metric(name):
     assert (expected == 0).any()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_grown_layer_shrinks_back_to_its_convolution(name):
+def test_a_grown_layer_shrinks_back_to_its_convolution():
     """The target needs only the kernel's pixels; the other blocks start as noise."""
     torch.manual_seed(0)
     conv = nn.Conv1d(2, 2, 3, padding=1, dtype=torch.float64)
@@ -247,9 +244,8 @@ def test_a_grown_layer_shrinks_back_to_its_convolution(name):
     local = layer.pattern.local_mask()
     with torch.no_grad():
         layer.weight[~local] = torch.randn_like(layer.weight[~local]) / 20
-    options = {"lr": 0.05, "momentum": 0.9} if name == "SGD" else {"lr": 0.01}
     groups = optim.parameter_groups(layer, 0.0, penalty=sparsity.RingPenalty(0.004, kind="full"))
-    optimizer = getattr(optim, name)(groups, **options)
+    optimizer = optim.SGD(groups, lr=0.05, momentum=0.9)
     for _ in range(250):
         x = torch.randn(32, 2, 8, dtype=torch.float64)
         optimizer.zero_grad()

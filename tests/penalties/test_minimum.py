@@ -79,7 +79,7 @@ def test_every_optimizer_reaches_the_minimum_and_its_support(problem, minimum, c
     assert torch.equal(weight != 0, minimum != 0)
 
 
-@pytest.mark.parametrize("case", ["momentum", "nesterov", "dampening"])
+@pytest.mark.parametrize("case", ["nesterov", "dampening"])
 def test_thresholds_that_ignore_momentum_miss_it(problem, minimum, case):
     name, options = CASES[case]
     kappa = (1 - options.get("dampening", 0)) / (1 - options["momentum"])

@@ -36,7 +36,6 @@ KINDS = {
 }
 PENALTIES = {
     "rings": sparsity.RingPenalty(15.0),
-    "full rings": sparsity.RingPenalty(40.0, kind="full"),
     "kernels": sparsity.KernelPenalty(10.0),
     "largest": sparsity.RingPenalty(4.0, norm="linf"),
 }
@@ -46,17 +45,15 @@ LAYOUTS = {
 }
 
 
-def make_params(penalty, layout="contiguous", sizes=1.0):
+def make_params(layout="contiguous", sizes=1.0):
     generator = torch.Generator().manual_seed(7)
-    # Full rings need odd kernel sizes.
-    shapes = [s for s in SHAPES if getattr(penalty, "kind", None) != "full" or all(k % 2 for k in s[2:])]
-    values = [torch.randn(shape, generator=generator) * sizes for shape in shapes]
+    values = [torch.randn(shape, generator=generator) * sizes for shape in SHAPES]
     return [nn.Parameter(LAYOUTS[layout](value)) for value in values]
 
 
 def stepped(kind, penalty, backend, layout="contiguous", steps=2, gradients=1.0, sizes=1.0, **options):
     """Return parameters, scaled by ``sizes``, after some steps with gradients of the same strides."""
-    params = make_params(penalty, layout, sizes)
+    params = make_params(layout, sizes)
     name, arguments = KINDS[kind]
     optimizer = getattr(optim, name)(params, **arguments | options, penalty=penalty)
     generator = torch.Generator().manual_seed(8)
@@ -80,10 +77,10 @@ def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter], before: li
 def test_the_fused_step_is_that_of_the_reference(kind, penalty, layout):
     penalty = PENALTIES[penalty]
     ours = stepped(kind, penalty, "native", layout)
-    assert_same(ours, stepped(kind, penalty, "reference", layout), make_params(penalty, layout))
+    assert_same(ours, stepped(kind, penalty, "reference", layout), make_params(layout))
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e22, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e22])
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
 def test_squares_beyond_float32_are_summed(kind, size):
     # Adam's steps and thresholds scale with its learning rate.
@@ -91,17 +88,16 @@ def test_squares_beyond_float32_are_summed(kind, size):
     penalty = sparsity.RingPenalty(15.0 * options.get("gradients", 1.0))
     ours = stepped(kind, penalty, "native", sizes=size, **options)
     theirs = stepped(kind, penalty, "reference", sizes=size, **options)
-    assert_same(ours, theirs, make_params(penalty, sizes=size))
+    assert_same(ours, theirs, make_params(sizes=size))
     assert all(p.isfinite().all() for p in ours)
     assert any(p.any() for p in ours)
 
 
 def poisoned(kind: str, backend: str, value: float) -> list[Tensor]:
     """Return the parameters after a step in which the gradient's last element was ``value``."""
-    penalty = PENALTIES["rings"]
-    params = make_params(penalty)
+    params = make_params()
     name, arguments = KINDS[kind]
-    optimizer = getattr(optim, name)(params, **arguments, penalty=penalty)
+    optimizer = getattr(optim, name)(params, **arguments, penalty=PENALTIES["rings"])
     with loco_ext.backend(backend):
         for last in (1.0, value):
             for p in params:
@@ -111,8 +107,7 @@ def poisoned(kind: str, backend: str, value: float) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+@pytest.mark.parametrize(("kind", "value"), [("momentum", torch.inf), ("Adam", torch.nan)])
 def test_a_gradient_that_is_no_number_spoils_its_kernel_alone(kind, value):
     for ours, theirs in zip(poisoned(kind, "native", value), poisoned(kind, "reference", value), strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
