@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from loco_ext.reference.ring_prox import power_of_two
+
 ROUNDS = 80  # a fixed count if the host must not wait: checking for convergence would need a sync
 MOST_ROUNDS = 200  # limit if the host checks for convergence
 FAR = 64  # the upper end is divided by this if the root is estimated to be even farther below it
@@ -26,12 +28,6 @@ def group_norms_by(ring_norms: RingNorms, weight: Tensor, rings: Sequence[int], 
     inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
     scale = power_of_two(norms.detach().amax(1))[:, None]  # one per filter, so that squares stay within float64
     return torch.linalg.vector_norm((norms * scale)[:, None, :].where(inside, 0.0), dim=2) / scale
-
-
-def power_of_two(sizes: Tensor) -> Tensor:
-    """Return the power of two, float64, that brings each size near 1; 1 for 0, infinity and NaN."""
-    near = sizes.double().clamp(2.0**-1021, 2.0**1019).where(sizes.isfinite() & (sizes > 0), 0.5)
-    return torch.frexp(near).mantissa / near  # inductor's code for ldexp with frexp's exponent does not compile
 
 
 def _largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:

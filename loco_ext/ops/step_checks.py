@@ -26,7 +26,8 @@ def check_step(args: StepArgs, by_kernels: bool = True) -> None:
             _check_tensor(f"{name}[{i}]", tensor, params[i], params[0].device)
     if args.shapes is not None:
         _check_shapes(args.shapes, params)
-    _check_hyper(args.hyper, args.rule.columns, args.group_index)
+    _check_hyper(args.hyper, args.rule.columns)
+    _check_index("group_index", args.group_index, len(args.hyper), least=0)
     _check_index("lr_index", args.lr_index, len(args.lrs))
     if args.lr_index:
         _check_length("lr_index", args.lr_index, args.hyper.shape[0])
@@ -97,15 +98,12 @@ def _check_shapes(shapes: Tensor, params: Sequence[Tensor]) -> None:
         raise ValueError(f"shapes: expected those of params, got {shapes.tolist()}")
 
 
-def _check_hyper(hyper: Tensor, columns: Sequence[str], group_index: Sequence[int]) -> None:
+def _check_hyper(hyper: Tensor, columns: Sequence[str]) -> None:
     if hyper.dtype != torch.float64 or hyper.dim() != 2 or hyper.shape[1] != len(columns):
         raise ValueError(
             f"hyper: expected a float64 tensor of shape (groups, {len(columns)}) with columns {', '.join(columns)}, "
             f"got {hyper.dtype} of shape {tuple(hyper.shape)}"
         )
-    for i, group in enumerate(group_index):
-        if not 0 <= group < hyper.shape[0]:
-            raise ValueError(f"group_index[{i}]: expected 0 to {hyper.shape[0] - 1}, got {group}")
 
 
 def _check_map(name: str, decay_map: Tensor, index: int, shape: tuple[int, ...]) -> None:
@@ -130,10 +128,10 @@ def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None
             )
 
 
-def _check_index(name: str, index: Sequence[int], count: int) -> None:
+def _check_index(name: str, index: Sequence[int], count: int, least: int = -1) -> None:
     for i, which in enumerate(index):
-        if not -1 <= which < count:
-            raise ValueError(f"{name}[{i}]: expected -1 to {count - 1}, got {which}")
+        if not least <= which < count:
+            raise ValueError(f"{name}[{i}]: expected {least} to {count - 1}, got {which}")
 
 
 def _check_scalar(name: str, value: Tensor, device: torch.device | None) -> None:

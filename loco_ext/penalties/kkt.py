@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from loco_ext.argument_checks import check_tensor
-from loco_ext.ops.joint import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.penalties.filters import conv_filters
 from loco_ext.penalties.penalty_checks import check_metric, check_norm, thresholds_of
+from loco_ext.reference.ring_prox import power_of_two
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
 
 

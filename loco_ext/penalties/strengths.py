@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from loco_ext.nn.computed import check_plain, is_convolution, weight_of
-from loco_ext.ops.joint import power_of_two
 from loco_ext.penalties.group import GroupPenalty
 from loco_ext.penalties.penalty_checks import check_convolution
+from loco_ext.reference.ring_prox import power_of_two
 
 _PRECISION = 1e-12  # relative precision of the bisection
 

@@ -64,6 +64,12 @@ def ring_prox(
     return torch.empty_like(weight).copy_(x)
 
 
+def power_of_two(sizes: Tensor) -> Tensor:
+    """Return the power of two, float64, that brings each size near 1; 1 for 0, infinity and NaN."""
+    near = sizes.double().clamp(2.0**-1021, 2.0**1019).where(sizes.isfinite() & (sizes > 0), 0.5)
+    return torch.frexp(near).mantissa / near  # inductor's code for ldexp with frexp's exponent does not compile
+
+
 def _by_filter(weight: Tensor) -> Tensor:
     """Return the weights as float64 ``[C_out, C_in, taps]``."""
     return weight.detach().double().reshape(*weight.shape[:2], weight.shape[2:].numel())
@@ -78,9 +84,7 @@ def _scaled(u: Tensor) -> tuple[Tensor, Tensor]:
 
     Their squares then neither underflow nor overflow. Filters with infinite or NaN weights stay as they are.
     """
-    largest = u.abs().amax((1, 2))
-    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020)
-    scale = torch.ldexp(torch.ones_like(largest), -exponent)
+    scale = power_of_two(u.abs().amax((1, 2)))
     return scale, u * scale[:, None, None]
 
 

@@ -18,11 +18,18 @@ from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bit
 from tests.triton_runs import needs_triton
 
 KERNELS = ["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
-INTERPRETER = pytest.param("interpreter", marks=needs_triton)
-# These parametrize tests whose cases are stepped by Triton's interpreter, by the reference, or by both, too.
-with_interpreter = pytest.mark.parametrize("kernels", [*KERNELS, INTERPRETER], indirect=True)
-with_reference = pytest.mark.parametrize("kernels", [*KERNELS, "reference"], indirect=True)
-with_all = pytest.mark.parametrize("kernels", [*KERNELS, INTERPRETER, "reference"], indirect=True)
+
+
+def with_kernels(*kernels: str) -> pytest.MarkDecorator:
+    """Parametrize a test with the kernels that step its cases, in place of those of KERNELS."""
+    marks = {"interpreter": needs_triton}
+    chosen = [pytest.param(name, marks=marks.get(name, ())) for name in kernels]
+    return pytest.mark.parametrize("kernels", chosen, indirect=True)
+
+
+with_interpreter = with_kernels(*KERNELS, "interpreter")
+with_reference = with_kernels(*KERNELS, "reference")
+with_all = with_kernels(*KERNELS, "interpreter", "reference")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
 SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from loco_ext import ops
 from loco_ext.reference.rounding import philox
 from tests.tolerances import same_bits
+from tests.triton_runs import reserved
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
@@ -29,39 +30,23 @@ TAIL = 100
 BLOCK_BYTES = 2**21
 ALLOWED_MEMORY = 100 * 2**20
 HYPER = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
-_MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
+_MAP_FIXED = 0x10
 
 
-def _mmap(address: int | None, size: int, flags: int, file: int) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
+def aliased(elements: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of elements + TAIL elements; one small block of memory backs all of it but the tail."""
+    tensor = reserved(elements + TAIL, dtype)
+    libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-    mapped = libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, 0)
-    if mapped in (None, ctypes.c_void_p(-1).value):
-        pytest.skip(f"no address space: {os.strerror(ctypes.get_errno())}")
-    return mapped
-
-
-class Region:
-    """Virtual memory of elements + TAIL elements; if ``aliased``, one small block backs everything but the tail."""
-
-    def __init__(self, dtype: torch.dtype, elements: int, aliased: bool) -> None:
-        bulk = elements * dtype.itemsize
-        self.size = bulk + mmap.PAGESIZE
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.address = _mmap(None, self.size, private, -1)
-        if aliased:
-            file = os.memfd_create("block")
-            os.ftruncate(file, BLOCK_BYTES)
-            for offset in range(0, bulk, BLOCK_BYTES):
-                _mmap(self.address + offset, BLOCK_BYTES, mmap.MAP_SHARED | _MAP_FIXED, file)
-            os.close(file)
-        memory = (ctypes.c_char * (bulk + TAIL * dtype.itemsize)).from_address(self.address)
-        self.tensor = torch.frombuffer(memory, dtype=dtype)
-
-    def close(self) -> None:
-        del self.tensor
-        ctypes.CDLL(None).munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size))
+    file = os.memfd_create("block")
+    os.ftruncate(file, BLOCK_BYTES)
+    for offset in range(0, elements * dtype.itemsize, BLOCK_BYTES):
+        place = tensor.data_ptr() + offset
+        mapped = libc.mmap(place, BLOCK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file, 0)
+        assert mapped == place
+    os.close(file)
+    return tensor
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +55,11 @@ def _last_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_ON_CPU_LAST_BLOCKS", "8")
 
 
-@pytest.fixture
-def large(request: pytest.FixtureRequest) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a parameter and its gradient of the requested dtype and number of elements (default BULK)."""
-    dtype, elements = request.param if isinstance(request.param, tuple) else (request.param, BULK)
-    regions = [Region(dtype, elements, aliased=True), Region(dtype, elements, aliased=False)]
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
     before = memory_in_use()
-    yield regions[0].tensor, regions[1].tensor
-    used = memory_in_use() - before
-    for region in regions:
-        region.close()
-    assert used < ALLOWED_MEMORY, "the region took physical memory"
+    yield
+    assert memory_in_use() - before < ALLOWED_MEMORY
 
 
 def memory_in_use() -> int:
@@ -89,31 +68,27 @@ def memory_in_use() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def fill_tails(w: Tensor, g: Tensor) -> None:
+def large(elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a parameter of 1.5, and its gradient of zeros; both end with random numbers."""
+    w, g = aliased(elements, dtype), reserved(elements + TAIL, dtype)
     w[: BLOCK_BYTES // w.element_size()] = 1.5  # fills the whole bulk, which is backed by one block
     w[-TAIL:] = torch.randn(TAIL)
     g[-TAIL:] = torch.randn(TAIL)
-
-
-BULK_PLACES = [0, 12345, 2**30, BULK - 1]
+    return w, g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [torch.float32], indirect=True, ids=str)
-def test_elements_beyond_2_to_the_31_are_stepped(large):
-    w, g = large
-    fill_tails(w, g)
-    expected = (w[-TAIL:].float() - 0.25 * g[-TAIL:].float()).to(w.dtype)
+def test_elements_beyond_2_to_the_31_are_stepped():
+    w, g = large(BULK, torch.float32)
+    expected = w[-TAIL:] - 0.25 * g[-TAIL:]
     ops.optim_step_sgd([w], [g], [], HYPER)
     assert same_bits(w[-TAIL:], expected)
-    assert w[BULK_PLACES].tolist() == [1.5] * 4
+    assert w[[0, 12345, 2**30, BULK - 1]].tolist() == [1.5] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [(torch.bfloat16, 2 * BULK)], indirect=True)
-def test_elements_beyond_2_to_the_32_are_rounded_by_their_own_random_numbers(large):
-    w, g = large
-    fill_tails(w, g)
+def test_elements_beyond_2_to_the_32_are_rounded_by_their_own_random_numbers():
+    w, g = large(2 * BULK, torch.bfloat16)
     exact = w[-TAIL:].float() - 0.25 * g[-TAIL:].float()
     ops.optim_step_sgd([w], [g], [], HYPER, seed=5)
     random = philox(torch.arange(2 * BULK, 2 * BULK + TAIL), seed=5, tensor=0, step=0)[0] & 0xFFFF
@@ -121,12 +96,12 @@ def test_elements_beyond_2_to_the_32_are_rounded_by_their_own_random_numbers(lar
     assert same_bits(w[-TAIL:], expected)
 
 
-@pytest.mark.parametrize("large", [torch.bfloat16, torch.float32, torch.float64], indirect=True, ids=str)
-def test_views_that_reach_beyond_2_to_the_31_are_stepped(large):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_views_that_reach_beyond_2_to_the_31_are_stepped(dtype):
     """Views of few elements that are far apart: one whose rows have a stride of 2^31, and one that begins beyond it."""
-    w, g = large
-    fill_tails(w, g)
-    w[:3], g[:3] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+    w, g = (reserved(BULK + TAIL, dtype) for _ in range(2))
+    for tensor in (w, g):
+        tensor[-TAIL:], tensor[:3] = torch.randn(TAIL), torch.randn(3)
     far = [t.as_strided((2, 3), (BULK, 1)) for t in (w, g)]  # elements 0 to 2 and BULK to BULK + 2
     beyond = [t.as_strided((7, 3), (9, 3), BULK + 11) for t in (w, g)]
     expected = [(w.double() - 0.25 * g.double()).to(w.dtype) for w, g in (far, beyond)]
@@ -135,4 +110,4 @@ def test_views_that_reach_beyond_2_to_the_31_are_stepped(large):
     assert same_bits(far[0], expected[0])
     assert same_bits(beyond[0], expected[1])
     assert same_bits(w[BULK + 3 : BULK + 11], untouched)
-    assert w[BULK - 1] == 1.5
+    assert w[BULK - 1] == 0

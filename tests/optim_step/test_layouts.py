@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tests.covering import covering
-from tests.optim_step import cases as optim_step_cases
 from tests.optim_step.cases import (
     FLOATS,
     Case,
@@ -168,15 +167,3 @@ def test_nan_infinity_subnormals_and_negative_zero_come_through(rule, dtype):
             assert dtype == torch.float64 or same_bits(a, b), name
             assert torch.equal(a[a == 0].signbit(), b[a == 0].signbit())
             assert a.isfinite().any()
-
-
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-def test_a_case_is_stepped_on_a_gpu_with_its_strides_and_its_memory(monkeypatch):
-    """The helper that moves cases to a GPU, tried on the CPU, also copies results back into views of shared memory."""
-    flat = torch.randn(2, 40)
-    case = make_case("sgd", [(40,)] * 2)
-    case.lists["params"] = [flat[0], flat[1, ::2].as_strided((40,), (1,), 40)]
-    expected = case.copy().step()
-    monkeypatch.setattr(optim_step_cases, "ELSEWHERE", optim_step_cases.Gpu("cpu", "native"))
-    assert_same(case.step(), expected)
-    assert case.params[0].data_ptr() == flat.data_ptr()

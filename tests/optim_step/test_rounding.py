@@ -16,6 +16,7 @@ from tests.optim_step.cases import (
     assert_same,
     make_case,
     with_interpreter,
+    with_kernels,
     with_reference,
 )
 from tests.optim_step.maps import LOCO_2D
@@ -83,7 +84,7 @@ KNOWN_ANSWERS = [  # counter, key, result: published with the generator's source
 ]
 
 
-@pytest.mark.parametrize("kernels", ["reference"], indirect=True)
+@with_kernels("reference")
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_known_answers(counter, key, expected):
     c = [int(word, 16) for word in counter.split()]
@@ -184,7 +185,7 @@ THREADED = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+@with_kernels("cpu")
 @pytest.mark.parametrize(("kind", "rule"), covering(THREADED, ["sgd", "adam"], strength=1))
 def test_any_number_of_threads_gives_the_same_bits(rule, kind):
     """Some tensors have many chunks, some a part of one, and some share a chunk with many others."""

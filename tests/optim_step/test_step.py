@@ -18,6 +18,7 @@ from tests.optim_step.cases import (
     assert_same,
     make_case,
     with_interpreter,
+    with_kernels,
     with_reference,
 )
 from tests.optim_step.maps import ANY_MAP, LOCO_2D
@@ -241,7 +242,7 @@ def test_nothing_to_step_is_no_error_and_empty_tensors_are_counted():
     assert [t.item() for t in case.step().lists["steps"]] == [4, 4]
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+@with_kernels("cpu")
 @pytest.mark.parametrize(
     ("rule", "betas", "dtype"),
     [
@@ -276,7 +277,7 @@ def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rul
     assert len(sizes.unique()) < len(sizes) - 4  # largest weights have been clipped to the same size
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+@with_kernels("cpu")
 @pytest.mark.parametrize(("device", "batches"), [("cpu", [[1], [2], [3], [5], [6]]), ("cuda", [[1, 2], [3], [5, 6]])])
 def test_on_a_gpu_parameters_are_shrunk_in_batches_of_bounded_size(monkeypatch, device, batches):
     monkeypatch.setattr(shrink, "MOST_IN_A_BATCH", 10)

@@ -7,7 +7,15 @@ import torch
 
 from loco_ext import ops
 from tests.covering import covering, slow
-from tests.optim_step.cases import Case, assert_same, assert_untouched, make_case, with_all, with_reference
+from tests.optim_step.cases import (
+    Case,
+    assert_same,
+    assert_untouched,
+    make_case,
+    with_all,
+    with_kernels,
+    with_reference,
+)
 from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import same_bits
 
@@ -69,7 +77,7 @@ def test_only_what_is_written_has_a_higher_version(scaled, rule):
     assert all(t._version == old and same_bits(t, values) for t, old, values in kept)
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+@with_kernels("cpu")
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
@@ -86,7 +94,7 @@ def test_operators_pass_opcheck(rule, options):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+@with_kernels("cpu")
 @pytest.mark.parametrize(
     ("rule", "level", "backend"),
     [

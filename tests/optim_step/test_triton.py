@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from loco_ext.reference.rounding import philox
-from tests.optim_step.cases import assert_same, make_case, whole
-from tests.optim_step.interpreter import BLOCK, assert_is_reference, far, scalars
+from tests.optim_step.cases import assert_native_is_reference, assert_same, make_case, whole, with_kernels
+from tests.optim_step.interpreter import BLOCK, far, scalars
 from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS
 from tests.optim_step.maps import ANY_MAP, LOCO_2D
 from tests.tolerances import same_bits
 from tests.triton_runs import needs_triton, saved
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.usefixtures("kernels"), with_kernels("interpreter")]
 
 NARROW = 2**31 - BLOCK  # most elements whose indices fit into 32 bits
 
@@ -40,7 +40,7 @@ def guarded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter, dtype):
+def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(dtype):
     sizes = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
     shapes = [*((size,) for size in sizes), (40, 30, 3, 3), (9, 7), (20, 11, 5, 5)]
     options = {"maps": [LOCO_2D, ANY_MAP["5x5"][1]], "map_index": [-1] * len(sizes) + [0, -1, 1], "seed": 3}
@@ -48,9 +48,8 @@ def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter
     expected = case.copy().step("reference")
     for name, tensors in case.lists.items():  # every second tensor can be accessed in vectors
         case.lists[name] = [guarded(t, (8, 1)[i % 2]) for i, t in enumerate(tensors)]
-    actual = interpreter.step(case)
-    assert_same(actual, expected)
-    for tensor in itertools.chain(*actual.lists.values()):
+    assert_same(case.step(), expected)
+    for tensor in itertools.chain(*case.lists.values()):
         offset = tensor.storage_offset()
         memory = whole(tensor)
         assert (torch.cat([memory[:offset], memory[-offset:]]) == GUARD).all()
@@ -60,7 +59,8 @@ def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter
 def test_elements_numbered_in_64_bits_give_the_references_bits(interpreter, kind):
     case = make_case("sgd", [(6, 5, 3, 3), (70, 11, 3, 3)], maps=[LOCO_2D], map_index=[0, 0], **KINDS[kind])
     case.params[1] = LAYOUTS["taps_slowest"](case.params[1])
-    assert_is_reference(interpreter, case, wide=True)
+    interpreter.wide = True
+    assert_native_is_reference(case)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
@@ -77,18 +77,18 @@ def test_elements_beyond_2_to_the_31_are_stepped(interpreter, numel, wide, strid
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_special_numbers_are_rounded_to_half_precision_as_in_torch(interpreter, dtype):
+def test_special_numbers_are_rounded_to_half_precision_as_in_torch(dtype):
     """NaN of any bits stays NaN, and float64 is rounded by way of float32."""
     nan = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     for seed in (None, 3):
         case = make_case("sgd", [(4,)], dtypes=[dtype, torch.float32, dtype], first=[1], seed=seed)
         case.hyper[0, 1] = 0  # no decay: the buffer becomes the gradient as it is
         case.lists["grads"] = [nan]
-        stepped = interpreter.step(case)
-        assert stepped.params[0].isnan().all()
-        assert stepped.lists["momentum_buffers"][0].isnan().all()
+        case.step()
+        assert case.params[0].isnan().all()
+        assert case.lists["momentum_buffers"][0].isnan().all()
     middle = [1 + 2**-11 + 2**-40, 1 + 3 * 2**-11 - 2**-40, 1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40]
     case = make_case("sgd", [(4,)], dtypes=[torch.float64, torch.float64, dtype], first=[1])
     case.hyper[0, 1] = 0
     case.lists["grads"] = [torch.tensor(middle, dtype=torch.float64)]
-    assert_is_reference(interpreter, case)
+    assert_native_is_reference(case)

