@@ -96,8 +96,11 @@ def upload_table(cached: CachedStep, device: torch.device) -> StepTable:
     """Return the step's table on the device."""
     data = cached.table.numpy()
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
-    numbers = iter(cached.layout[6:])
-    return StepTable(memory, *cached.layout[:6], list(zip(numbers, numbers, numbers, strict=True)))
+    hyper, lrs, entries, nests, maps, chunks, *launches = cached.layout
+    numbers = iter(launches)
+    return StepTable(
+        memory, hyper, lrs, entries, nests, maps, chunks, list(zip(numbers, numbers, numbers, strict=True))
+    )
 
 
 def prepare(table: StepTable, args: StepArgs) -> Tensor:
