@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import loco_ext
 from loco_ext import ops
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
-from tests.triton_runs import needs_triton
+from tests.triton_runs import needs_triton, saved
 
 KERNELS = ["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
 
@@ -63,32 +64,17 @@ class Gpu:
 
         Versions of tensors whose copies have changed increase.
         """
-        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        tensors: list[tuple[Tensor, Tensor, int]] = []
-
-        def moved(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in storages:
-                copy = torch.UntypedStorage(storage.nbytes(), device=self.device).copy_(storage)
-                storages[storage.data_ptr()] = storage, copy
-            copy = storages[storage.data_ptr()][1]
-            empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
-            there = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
-            there = torch._neg_view(there) if tensor.is_neg() else there
-            tensors.append((tensor, there, there._version))
-            return there
-
-        def moved_option(name: str, value: Any) -> Any:
-            if isinstance(value, list) and name == "lrs":
-                return [moved(tensor) for tensor in value]
-            return moved(value) if isinstance(value, Tensor) else value
-
-        lists = {name: [moved(t) for t in tensors] for name, tensors in case.lists.items()}
-        options = {name: moved_option(name, value) for name, value in case.options.items()}
-        replace(case, lists=lists, options=options).step(self.backend, here=True)
-        for storage, copy in storages.values():
-            storage.copy_(copy)
-        torch.autograd.graph.increment_version(t for t, there, before in tensors if there._version > before)
+        moved = {name: value for name, value in case.options.items() if name not in ("maps", "penalties")}
+        lists, options = torch.load(
+            io.BytesIO(saved((case.lists, moved))), map_location=self.device, weights_only=False
+        )
+        versions = {name: [t._version for t in tensors] for name, tensors in lists.items()}
+        replace(case, lists=lists, options={**case.options, **options}).step(self.backend, here=True)
+        for name, tensors in case.lists.items():
+            for tensor, there, before in zip(tensors, lists[name], versions[name], strict=True):
+                tensor.untyped_storage().copy_(there.untyped_storage())
+                if there._version > before:
+                    torch.autograd.graph.increment_version(tensor)
 
 
 class Elsewhere(Protocol):
