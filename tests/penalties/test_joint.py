@@ -203,12 +203,14 @@ def test_a_kernel_without_a_norm_has_no_part_in_the_sum(kind, name, value):
 @pytest.mark.parametrize("size", [1e-200, 1e200, 0.0])
 @pytest.mark.usefixtures("native")
 def test_squares_neither_vanish_nor_overflow(size):
-    param = nn.Parameter(start(torch.float64)[0].detach() * size)
-    param.grad = torch.zeros_like(param)
-    before = param.detach().clone()
-    optim.SGD([param], lr=1.0, penalty=sparsity.KernelPenalty(0.05, power=2)).step()
-    expected = sparsity.KernelPenalty(0.05, power=2).prox(before / (size or 1.0), 1.0) * size
-    torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=0)
+    before, penalty = start(torch.float64)[0].detach() * size, sparsity.KernelPenalty(0.05, power=2)
+    for backend in ("native", "reference"):
+        param = nn.Parameter(before.clone())
+        param.grad = torch.zeros_like(param)
+        with loco_ext.backend(backend):
+            optim.SGD([param], lr=1.0, penalty=penalty).step()
+        expected = penalty.prox(before / (size or 1.0), 1.0) * size
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("linf", [False, True])
