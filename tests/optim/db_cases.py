@@ -24,8 +24,6 @@ torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = 
 
 OURS = {"SGD": optim.SGD, "Adam": optim.Adam, "AdamW": optim.AdamW}
 INFOS = {info.name: info for info in database.optim_db if info.name in OURS}
-# Parametrizes checks of an optimizer that do not depend on its arguments.
-each_optimizer = pytest.mark.parametrize("name", OURS)
 
 # Flags that select one of our implementations: the five that the database's own flags select for each input.
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -42,8 +40,6 @@ LIBRARIES = dict.fromkeys(IMPLEMENTATIONS, "cpu") | {"fused": "cuda_on_cpu"}
 RICHEST = {"SGD": "nesterov", "Adam": "amsgrad", "AdamW": "amsgrad"}
 TORCHS_OWN = ("foreach", "differentiable")
 FOR_LOOP = {"foreach": False, "fused": False}
-NO_TENSOR_LR = "torch's foreach Adam takes a Tensor lr only where it is capturable"
-NEEDS_CUDA = "capturable configurations need CUDA"
 
 
 @dataclass
@@ -83,42 +79,22 @@ def _inputs(name: str) -> list[Any]:
     return inputs + [item for item in function("mps", torch.float32) if item.desc not in known]
 
 
-def cases(*implementations: str, every: Sequence[str] | None = None, **unsuited: str) -> Any:
-    """Parametrize ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped.
+def cases(*every: str, richest: Sequence[str] = ()) -> Any:
+    """Parametrize ``native`` and ``case``: the implementations ``every`` step every input, others only the richest.
 
-    Without implementations, kernels step every input, the CPU's with one flag and the GPU's with the other, and each
-    other implementation steps the optimizer's input in RICHEST. The implementations that are given step every input.
-    With ``every``, only these do; if it is empty, each implementation steps only the input in RICHEST.
+    Of the kernels, the CPU's step with one flag and the GPU's with the other.
     """
-    every = (implementations or KERNELS) if every is None else every
     parameters = []
-    for name, (implementation, library) in itertools.product(OURS, LIBRARIES.items()):
-        if implementations and implementation not in implementations:
-            continue
+    for name, implementation in itertools.product(OURS, (*every, *richest)):
         for item in _inputs(name):
             if implementation not in every and item.desc != RICHEST[name]:
                 continue
-            reason = unsuited.get(implementation)
             if implementation == "foreach" and name != "SGD" and isinstance(item.kwargs.get("lr"), Tensor):
-                reason = NO_TENSOR_LR
-            marks = [pytest.mark.skip(reason=reason)] if reason else []
+                continue  # torch's foreach Adam takes a Tensor lr only where it is capturable
+            case = Case(name, implementation, item.desc, item.kwargs)
             label = f"{name}-{item.desc}-{implementation}".replace(" ", "_")
-            parameters.append(
-                pytest.param(library, Case(name, implementation, item.desc, item.kwargs), marks=marks, id=label)
-            )
+            parameters.append(pytest.param(LIBRARIES[implementation], case, id=label))
     return pytest.mark.parametrize(("native", "case"), parameters, indirect=["native"])
-
-
-def capturable_cases() -> list[Any]:
-    """Return the capturable inputs, which the database limits to CUDA, as parameters."""
-    parameters = []
-    for name in OURS:
-        for item in INFOS[name].optim_inputs_func("cuda", torch.float32):
-            if item.kwargs.get("capturable"):
-                mark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_CUDA)
-                case = Case(name, "default", item.desc, item.kwargs)
-                parameters.append(pytest.param(case, marks=mark, id=f"{name}-{item.desc}".replace(" ", "_")))
-    return parameters
 
 
 def tolerance(name: str, check: str, dtype: torch.dtype) -> dict[str, float]:
@@ -178,20 +154,3 @@ def flat_state(optimizer: Optimizer) -> list[Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [optimizer.state.get(param, {}) for param in params]
     return params + [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
-
-
-def assert_same(left: Any, right: Any) -> None:
-    """Assert equality without tolerance, also of nested dictionaries and lists of tensors."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_same(a, b)
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right

@@ -1,6 +1,7 @@
 """Helpers that step one of our optimizers beside one of torch.optim's, from the same state at every step."""
 
 import copy
+import io
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +12,7 @@ from tests.tolerances import ULPS_OF_TORCHS_LOOP, assert_within_ulps
 
 SHAPES = [(), (1,), (17,), (33, 65), (0, 4), (3, 2, 3, 3), (5, 2, 5, 5)]
 CLASSES = ["SGD", "Adam", "AdamW"]
+LOCALITY = (0.5, 2.0)
 # Options under which every state and every hyperparameter of a class matters.
 RICH = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -57,11 +59,11 @@ def torch_loop(name, groups, **options):
     return getattr(torch.optim, name)(groups, **options, foreach=False, fused=False)
 
 
-def train(optimizer, steps, start=0):
-    """Make steps with gradients that depend only on the number of the step."""
-    for step in range(start, start + steps):
-        set_gradients(params_of(optimizer), step)
-        optimizer.step()
+def train(optimizer, steps, start=0, step=None):
+    """Make steps, by ``step`` if it is given, with gradients that depend only on the number of the step."""
+    for number in range(start, start + steps):
+        set_gradients(params_of(optimizer), number)
+        (step or optimizer.step)()
 
 
 @contextmanager
@@ -115,6 +117,14 @@ def _compare_states(ours, theirs, before, pull):
         size = size if old is None else size.maximum(old.abs())
         assert_within_ulps(ours[key], value, ULPS_OF_TORCHS_LOOP, size)
         ours[key].copy_(value)
+
+
+def through_a_file(state_dict):
+    """Return a copy of the state dict from torch.save and torch.load, which executes no code with weights_only."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def nearly(a, b):

@@ -8,14 +8,22 @@ from torch.optim import lr_scheduler
 
 from loco_ext import optim
 from tests.covering import covering
-from tests.optim.stepping import CLASSES, RICH, assert_same, make_params, nearly, params_of, set_gradients, train
+from tests.optim.stepping import (
+    CLASSES,
+    LOCALITY,
+    RICH,
+    assert_same,
+    make_params,
+    nearly,
+    params_of,
+    set_gradients,
+    train,
+)
 from tests.tolerances import same_bits
 
-pytestmark = pytest.mark.usefixtures("native", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-LIBRARIES = ["cpu", "cuda_on_cpu"]  # parameters of the fixture native
-LOCALITY = (0.5, 2.0)
-STEPS = 8
+STEPS = 6
 WARM_UP = 3  # the first step makes states, the second meets them
 
 
@@ -36,9 +44,9 @@ def make_training(name, **options):
     return optimizer, scheduler, train_step
 
 
-def run(step, scheduler, steps, counter=None):
+def run(step, scheduler, counter=None):
     """Make steps; with a counter, fail if anything is compiled after the warm-up."""
-    for count in range(steps):
+    for count in range(STEPS):
         if counter is not None and count == WARM_UP:
             frames = counter.frame_count
             assert frames > 0
@@ -50,11 +58,6 @@ def run(step, scheduler, steps, counter=None):
     return loss
 
 
-def assert_trained_alike(compiled, eager, equal=same_bits):
-    assert compiled.param_groups[0]["lr"] == eager.param_groups[0]["lr"]
-    assert_same(compiled, eager, equal)
-
-
 OPTIONS = {
     "float lr": dict,
     "tensor lr": lambda: {"lr": torch.tensor(0.02)},
@@ -64,74 +67,44 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("native", "name", "options"), covering(LIBRARIES, CLASSES, OPTIONS, strength=1), indirect=["native"]
+    ("name", "options", "backend"),
+    [
+        *covering(CLASSES, OPTIONS, ["eager", "aot_eager"], strength=1),
+        pytest.param("AdamW", "float lr", "inductor", marks=pytest.mark.slow),
+    ],
 )
-def test_a_compiled_training_step_is_compiled_once_and_trains_as_eager(name, options):
+def test_a_compiled_training_step_is_compiled_once_and_trains_as_eager(name, options, backend):
+    """Inductor's convolutions round differently, so its results are compared in float64 and not bit for bit."""
+    equal = nearly if backend == "inductor" else same_bits
+    torch.set_default_dtype(torch.float64 if backend == "inductor" else torch.float32)
     eager, eager_scheduler, eager_step = make_training(name, **OPTIONS[options]())
-    expected = run(eager_step, eager_scheduler, STEPS)
+    expected = run(eager_step, eager_scheduler)
     optimizer, scheduler, step = make_training(name, **OPTIONS[options]())
-    counter = CompileCounterWithBackend("eager")
-    loss = run(torch.compile(step, backend=counter), scheduler, STEPS, counter)
-    assert same_bits(loss.detach(), expected.detach())
-    assert_trained_alike(optimizer, eager)
+    counter = CompileCounterWithBackend(backend)
+    loss = run(torch.compile(step, backend=counter), scheduler, counter)
+    assert equal(loss.detach(), expected.detach())
+    assert optimizer.param_groups[0]["lr"] == eager.param_groups[0]["lr"]
+    assert_same(optimizer, eager, equal)
 
 
-@pytest.mark.parametrize(("native", "name"), covering(LIBRARIES, CLASSES, strength=1), indirect=["native"])
-def test_a_compiled_training_step_works_with_aot_autograd(name):
-    eager, eager_scheduler, eager_step = make_training(name)
-    run(eager_step, eager_scheduler, STEPS)
-    optimizer, scheduler, step = make_training(name)
-    counter = CompileCounterWithBackend("aot_eager")
-    run(torch.compile(step, backend=counter), scheduler, STEPS, counter)
-    assert_trained_alike(optimizer, eager)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_training_step_compiled_by_inductor_trains_as_eager(name):
-    """Inductor's convolutions round differently, so results are compared in float64 and not bit for bit."""
-    torch.set_default_dtype(torch.float64)
-    eager, eager_scheduler, eager_step = make_training(name)
-    run(eager_step, eager_scheduler, 10)
-    optimizer, scheduler, step = make_training(name)
-    counter = CompileCounterWithBackend("inductor")
-    run(torch.compile(step, backend=counter), scheduler, 10, counter)
-    assert_trained_alike(optimizer, eager, nearly)
-
-
-@pytest.mark.parametrize(
-    ("native", "name", "backend"), covering(LIBRARIES, CLASSES, ["eager", "aot_eager"]), indirect=["native"]
-)
-def test_a_compiled_step_is_compiled_once_and_steps_as_eager(name, backend):
-    eager, compiled = (getattr(optim, name)(make_params(), **RICH[name], locality=LOCALITY) for _ in range(2))
-    schedulers = [lr_scheduler.ExponentialLR(opt, 0.97) for opt in (eager, compiled)]
-    step = torch.compile(compiled.step, backend=backend)
-    for count in range(STEPS):
-        train(eager, 1, start=count)
-        set_gradients(params_of(compiled), count)
-        with torch._dynamo.config.patch(error_on_recompile=count >= WARM_UP):
-            step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_trained_alike(compiled, eager)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_compiled_steps_notice_what_changes_between_them(name):
-    """A frozen parameter, a new group and another locality must not meet a stale graph."""
+@pytest.mark.parametrize(("name", "backend"), covering(CLASSES, ["eager", "aot_eager"], strength=1))
+def test_compiled_steps_are_eager_ones_and_notice_what_changes_between_them(name, backend):
+    """A frozen parameter, a new group, a schedule and another locality must not meet a stale graph."""
     results = []
-    for wrap in (lambda step: step, lambda step: torch.compile(step, backend="eager")):
+    for compiled in (False, True):
         optimizer = getattr(optim, name)(make_params(), **RICH[name])
-        step = wrap(optimizer.step)
+        step = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
         set_gradients(params_of(optimizer), 0, frozen=(3, 5))
         step()
-        set_gradients(params_of(optimizer), 1)
-        step()
+        train(optimizer, 1, start=1, step=step)
         optimizer.param_groups[0]["locality"] = LOCALITY
-        step()
+        train(optimizer, 1, start=2, step=step)
         optimizer.add_param_group({"params": make_params([(3, 3)], seed=1), "lr": 0.7})
-        set_gradients(params_of(optimizer), 2)
-        step()
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.97)
+        for count in range(3, 6):
+            with torch._dynamo.config.patch(error_on_recompile=count > 3):
+                train(optimizer, 1, start=count, step=step)
+            scheduler.step()
         results.append(optimizer)
     assert_same(*results, same_bits)
 

@@ -15,14 +15,11 @@ def test_a_group_is_split_by_device():
     params = [nn.Parameter(torch.ones(4, 2, 3, 3, device=d)) for d in ("cpu", "meta", "meta", "cpu", "meta")]
     for i in (0, 1, 3, 4):
         params[i].grad = torch.ones_like(params[i])
-    group = {"params": params, "locality": (0.5, 2.0), "penalty": None}
-    here, there = select(make_plan(group))
-    assert (here.device, there.device) == ("cpu", "meta")
-    assert (list(here.offsets), list(there.offsets)) == ([0, 3], [1, 4])
-    for selection in (here, there):
-        assert all(p is params[i] for p, i in zip(selection.params, selection.offsets, strict=True))
-        assert all(g is params[i].grad for g, i in zip(selection.grads, selection.offsets, strict=True))
-        assert selection.map_index == [0, 0]
+    here, there = select(make_plan({"params": params, "locality": (0.5, 2.0), "penalty": None}))
+    for selection, device, offsets in ((here, "cpu", [0, 3]), (there, "meta", [1, 4])):
+        assert (selection.device, list(selection.offsets), selection.map_index) == (device, offsets, [0, 0])
+        assert all(p is params[i] for p, i in zip(selection.params, offsets, strict=True))
+        assert all(g is params[i].grad for g, i in zip(selection.grads, offsets, strict=True))
 
 
 def test_a_learning_rate_is_read_where_the_parameters_are():
@@ -42,17 +39,14 @@ def test_step_counts_live_on_the_gpu_only_for_our_kernels():
         assert not uses_kernels({**ours, **other}, there)
 
 
-@pytest.mark.parametrize("created", [[], [1]], ids=["no_states_made", "states_made"])
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize(("is_cuda", "capturing"), [(True, True), (True, False), (False, True)])
-def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cuda, capturing, seed, created):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    batch = SimpleNamespace(seed=seed, created=created, params=[SimpleNamespace(is_cuda=is_cuda)])
-    expected = nullcontext()
-    if is_cuda and capturing and (created or seed is not None):
-        reason = (
-            "made a step before" if created else "stochastic_rounding: expected None while a CUDA graph is captured"
-        )
-        expected = pytest.raises(RuntimeError, match=reason)
-    with expected:
-        Batch.check_capture(batch)
+@pytest.mark.parametrize(
+    ("seed", "created", "reason"),
+    [(None, [], None), (None, [1], "made a step before"), (7, [], "stochastic_rounding: expected None while a CUDA")],
+)
+def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, seed, created, reason):
+    for is_cuda, capturing in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        batch = SimpleNamespace(seed=seed, created=created, params=[SimpleNamespace(is_cuda=is_cuda)])
+        refused = is_cuda and capturing and reason is not None
+        with pytest.raises(RuntimeError, match=reason) if refused else nullcontext():
+            Batch.check_capture(batch)
