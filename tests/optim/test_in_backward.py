@@ -13,6 +13,8 @@ from bench import harness
 from loco_ext import ops, optim
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d
 from loco_ext.sparsity import RingPenalty
+from tests.covering import covering
+from tests.optim.stepping import through_a_file
 from tests.tolerances import same_bits
 
 block_sparse = importlib.import_module("loco_ext.ops.block_sparse")
@@ -67,45 +69,48 @@ def make(name, dtype=torch.float32, in_backward=True, **more):
     return model, optimizer, optim.step_in_backward(optimizer, model) if in_backward else None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_states_are_those_of_ordinary_steps(name, dtype):
+def assert_steps_alike(run, name="nesterov", dtype=torch.float32) -> None:
+    """Assert that ``run(model, optimizer, steps)`` ends with the bits of ordinary steps, where ``steps`` is None."""
     found = []
     for in_backward in (True, False):
-        model, optimizer, _ = make(name, dtype, in_backward)
-        train(model, optimizer, batches(dtype))
-        assert (model[0].weight.grad is None) == in_backward
+        model, optimizer, steps = make(name, dtype, in_backward)
+        run(model, optimizer, steps)
         found.append(results(model, optimizer))
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    assert all(map(same_bits, *found))
+    assert not same_bits(found[0][0], make_model(dtype)[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.float64, torch.bfloat16]), ids=str
+)
+def test_weights_and_states_are_those_of_ordinary_steps(name, dtype):
+    def run(model, optimizer, steps):
+        train(model, optimizer, batches(dtype))
+        assert (model[0].weight.grad is None) == (steps is not None)
+
+    assert_steps_alike(run, name, dtype)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_memory_formats_and_backends(memory_format, backend):
-    found = []
-    for in_backward in (True, False):
-        with ops.backend(backend):
-            model, optimizer, _ = make("nesterov", in_backward=in_backward)
-            train(model, optimizer, [(x.contiguous(memory_format=memory_format), y) for x, y in batches()])
-        found.append(results(model, optimizer))
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    def run(model, optimizer, steps):
+        train(model, optimizer, [(x.contiguous(memory_format=memory_format), y) for x, y in batches(count=2)])
+
+    with ops.backend(backend):
+        assert_steps_alike(run)
 
 
 def test_under_autocast_the_layers_own_weights_are_stepped():
-    found = []
-    for in_backward in (True, False):
-        model, optimizer, _ = make("SGD", in_backward=in_backward)
+    def run(model, optimizer, steps):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             train(model, optimizer, batches())
-        found.append(results(model, optimizer))
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-    assert not same_bits(found[0][0], make_model()[0].weight)
+
+    assert_steps_alike(run)
 
 
 def test_schedules_growth_and_removal_between_steps():
-    found = []
-    for in_backward in (True, False):
-        model, optimizer, steps = make("Adam", in_backward=in_backward)
+    def run(model, optimizer, steps):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for turn, data in enumerate(batches()):
             train(model, optimizer, [data])
@@ -119,24 +124,38 @@ def test_schedules_growth_and_removal_between_steps():
                 steps.remove()
                 steps.remove()
         assert model[0].weight.grad is not None
-        found.append(results(model, optimizer))
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+    assert_steps_alike(run, "Adam")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_step_once(reentrant):
+    def run(model, optimizer, steps):
+        for x, y in batches():
+            optimizer.zero_grad()
+            hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
+            nn.functional.cross_entropy(model[3:](hidden), y).backward()
+            optimizer.step()
+
+    assert_steps_alike(run, "Adam")
+
+
+def test_torch_compile_leaves_the_layers_alone():
+    def run(model, optimizer, steps):
+        train(torch.compile(model, backend="eager") if steps is not None else model, optimizer, batches())
+
+    assert_steps_alike(run)
 
 
 def test_a_checkpoint_goes_on():
     model, optimizer, _ = make("nesterov")
-    train(model, optimizer, batches())
-    again, other, _ = make("nesterov")
-    train(again, other, batches()[:2])
-    checkpoint = io.BytesIO()
-    torch.save({"model": again.state_dict(), "optimizer": other.state_dict()}, checkpoint)
-    checkpoint.seek(0)
-    loaded = torch.load(checkpoint, weights_only=True)
-    resumed, third, _ = make("nesterov")
-    resumed.load_state_dict(loaded["model"])
-    third.load_state_dict(loaded["optimizer"])
-    train(resumed, third, batches()[2:])
-    assert all(same_bits(a, b) for a, b in zip(results(model, optimizer), results(resumed, third), strict=True))
+    train(model, optimizer, batches()[:2])
+    resumed, other, _ = make("nesterov")
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in ((model, optimizer), (resumed, other)):
+        train(*each, batches()[2:])
+    assert all(map(same_bits, results(model, optimizer), results(resumed, other)))
 
 
 def test_copies_have_gradients():
@@ -148,14 +167,6 @@ def test_copies_have_gradients():
         other(batches()[0][0]).sum().backward()
         assert other[0].weight.grad is not None
         assert same_bits(other[0].weight, model[0].weight)
-
-
-def test_torch_compile_leaves_the_layers_alone():
-    model, optimizer, _ = make("SGD")
-    expected, other, _ = make("SGD")
-    train(torch.compile(model, backend="eager"), optimizer, batches())
-    train(expected, other, batches())
-    assert all(same_bits(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 @pytest.mark.slow
@@ -186,21 +197,31 @@ def growth_in_backward() -> dict[str, float] | None:
     return extra
 
 
+REFUSED = [
+    (lambda model: torch.optim.SGD(model.parameters()), TypeError, "optimizer: expected an SGD, Adam or AdamW of loco"),
+    (lambda model: optim.SGD(model[2].parameters()), ValueError, "optimizer: expected one that has the weights"),
+    (lambda model: optim.SGD(model.parameters(), foreach=True), ValueError, "foreach, differentiable: expected None"),
+    (lambda model: optim.SGD(model.parameters(), stochastic_rounding=1), ValueError, "stochastic_rounding: expected"),
+    (
+        lambda model: optim.SGD(optim.parameter_groups(model, 0.1, penalty=RingPenalty(1e-3))),
+        ValueError,
+        "penalty: expected None",
+    ),
+]
+
+
 def test_what_is_refused():
     model = make_model()
+    for make_optimizer, error, said in REFUSED:
+        with pytest.raises(error, match=said):
+            optim.step_in_backward(make_optimizer(model), model)
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="optimizer: expected an SGD, Adam or AdamW of loco_ext, got SGD"):
-        optim.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with pytest.raises(ValueError, match="model: expected a module with locally connected layers, found none"):
-        optim.step_in_backward(sgd, nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="optimizer: expected one that has the weights"):
-        optim.step_in_backward(optim.SGD(model[2].parameters(), lr=0.1), model)
-    with pytest.raises(ValueError, match="foreach, differentiable: expected None or False"):
-        optim.step_in_backward(optim.SGD(model.parameters(), lr=0.1, foreach=True), model)
-    with pytest.raises(ValueError, match="stochastic_rounding: expected None"):
-        optim.step_in_backward(optim.SGD(model.parameters(), lr=0.1, stochastic_rounding=1), model)
-    with pytest.raises(ValueError, match="penalty: expected None"):
-        optim.step_in_backward(optim.SGD(optim.parameter_groups(model, 0.1, penalty=RingPenalty(1e-3))), model)
+    for other, error, said in (
+        (nn.Linear(2, 2), ValueError, "model: expected a module with locally connected layers, found none"),
+        (3, TypeError, "model: expected a module, got int"),
+    ):
+        with pytest.raises(error, match=said):
+            optim.step_in_backward(sgd, other)
     model[0].weight.grad = torch.zeros_like(model[0].weight)
     with pytest.raises(ValueError, match=r"0.weight: expected no gradient yet"):
         optim.step_in_backward(sgd, model)
@@ -208,11 +229,13 @@ def test_what_is_refused():
     optim.step_in_backward(sgd, model)
     with pytest.raises(ValueError, match="0: expected a layer whose steps are not in backward already"):
         optim.step_in_backward(sgd, model)
+    with pytest.raises(TypeError, match="consume: expected None or a callable, got int"):
+        ops.block_sparse_matmul(torch.randn(3, 36, 3), model[0].weight, model[0].pattern, consume=3)
 
 
 def test_what_is_refused_later():
     model, optimizer, _ = make("SGD")
-    ((x, y),) = batches(count=1)
+    ((x, _),) = batches(count=1)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="consume: expected a backward without create_graph"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True, allow_unused=True)
@@ -228,9 +251,18 @@ def test_what_is_refused_later():
     with pytest.raises(ValueError, match="foreach, differentiable: expected None or False"):
         model(x).sum().backward()
     optimizer.param_groups[0]["foreach"] = None
-    assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(map(same_bits, before, model.parameters()))
+
+
+@pytest.mark.parametrize("foreach", [None, True], ids=["kernels", "torch"])
+def test_a_grad_scaler_is_seen_whatever_steps_the_other_groups(foreach):
+    model = make_model()
+    values = [model[0].weight, model[2].weight]
+    others = [p for p in model.parameters() if all(p is not other for other in values)]
+    optimizer = optim.SGD([{"params": values}, {"params": others, "foreach": foreach}], lr=0.1)
+    optim.step_in_backward(optimizer, model)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+    scaler.scale(model(batches()[0][0]).sum()).backward()
     with pytest.raises(RuntimeError, match="expected gradients without a GradScaler's factor"):
         scaler.step(optimizer)
 
@@ -249,21 +281,7 @@ def test_gradients_of_the_input_alone_step_nothing(how):
         (found,) = torch.autograd.grad(loss, x)
     (expected,) = torch.autograd.grad(make_model()(x).square().sum(), x)
     assert same_bits(found, expected)
-    assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_checkpointed_layers_step_once():
-    found = []
-    for in_backward in (True, False):
-        for reentrant in (True, False):
-            model, optimizer, _ = make("Adam", in_backward=in_backward)
-            for x, y in batches():
-                optimizer.zero_grad()
-                hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
-                nn.functional.cross_entropy(model[3:](hidden), y).backward()
-                optimizer.step()
-            found.append(results(model, optimizer))
-    assert all(same_bits(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(map(same_bits, before, model.parameters()))
 
 
 def test_other_values_in_a_layers_place_have_gradients():
@@ -285,18 +303,6 @@ def test_a_loss_that_uses_the_values_otherwise_is_refused():
     (nn.functional.cross_entropy(model(x), y) + model[2].weight.square().sum()).backward()
     with pytest.raises(RuntimeError, match="expected weights that the loss depends on by their layer alone"):
         optimizer.step()
-
-
-def test_a_grad_scaler_is_seen_whatever_steps_the_other_groups():
-    model = make_model()
-    values = [model[0].weight, model[2].weight]
-    others = [p for p in model.parameters() if all(p is not other for other in values)]
-    optimizer = optim.SGD([{"params": values}, {"params": others, "foreach": True}], lr=0.1)
-    optim.step_in_backward(optimizer, model)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(batches()[0][0]).sum()).backward()
-    with pytest.raises(RuntimeError, match="expected gradients without a GradScaler's factor"):
-        scaler.step(optimizer)
 
 
 def test_states_of_another_size_are_refused_before_anything_is_written():
@@ -340,14 +346,6 @@ def test_a_layer_used_twice_is_stepped_once_at_most(how):
         y = segment(layer, segment(layer, x)) if how == "in two" else layer(layer(x))
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|got a second use"):
         y.sum().backward()
-
-
-def test_other_arguments_are_refused():
-    model, optimizer, _ = make("SGD")
-    with pytest.raises(TypeError, match="model: expected a module, got int"):
-        optim.step_in_backward(optimizer, 3)
-    with pytest.raises(TypeError, match="consume: expected None or a callable, got int"):
-        ops.block_sparse_matmul(torch.randn(3, 36, 3), model[0].weight, model[0].pattern, consume=3)
 
 
 def test_consume_is_given_each_block_once():

@@ -156,6 +156,7 @@ def test_each_backend_is_the_one_that_runs(name, steps, monkeypatch):
     assert torch.equal(params_of(optimizer)[0], before[0])
 
 
+@pytest.mark.slow
 def test_optimizers_import_no_compaction():
     """The first argument makes the package import nothing by itself, as for its command line."""
     code = "import sys; sys.argv[0] = 'loco-ext'; import loco_ext.optim; print(*sys.modules)"
