@@ -18,23 +18,24 @@ from torch.optim import lr_scheduler
 import loco_ext
 from loco_ext import ops, optim
 from loco_ext.ops import backends
-from tests.optim.cuda_graphs import capture
 from tests.optim.gpu import (
     BF16,
     F16,
     F32,
     F64,
-    LOCALITY,
     SCALE,
     assert_same,
+    capture,
+    fill_rates,
     give_gradients,
     make_twins,
     needs_gpu,
     no_syncs,
     on_gpu,
+    put_rates,
     step_both,
 )
-from tests.optim.stepping import CLASSES, RICH, clones, make_params, params_of, set_gradients
+from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
 from tests.optim_step.cases import Case, assert_untouched, make_case
 from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS, gaps
 from tests.optim_step.maps import LOCO_2D
@@ -195,34 +196,27 @@ def test_elements_beyond_2_to_the_31_are_stepped(backend, dtype):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_training_with_a_scheduler_gives_the_references_bits(backend, name):
-    twins = make_twins(name)
+def test_training_gives_the_references_bits(backend, name):
+    """A schedule changes the learning rates; parameters are unfrozen, and a group is added."""
+    ours, reference = twins = make_twins(name)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8) for optimizer in twins]
-    for step in range(6):
-        step_both(*twins, step, waits=step == 0)
-        for scheduler in schedulers:
-            scheduler.step()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_parameters_that_join_later_give_the_references_bits(backend, name):
-    ours, reference = make_twins(name)
     for step in range(6):
         if step == 3:
             later = make_params([(40, 30), (4, 2, 3, 3)], seed=5)
             for optimizer, params in ((ours, on_gpu(later)), (reference, later)):
                 optimizer.add_param_group({"params": params, "lr": 0.02, "locality": None})
-        step_both(ours, reference, step, frozen=(1, 5) if step < 2 else (), waits=step == 0)
+        step_both(*twins, step, frozen=(1, 5) if step < 2 else (), waits=step == 0)
+        for scheduler in schedulers if step < 3 else ():
+            scheduler.step()
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_learning_rate_may_live_on_the_gpu(backend, name):
-    ours, reference = make_twins(name)
-    ours.param_groups[0]["lr"], reference.param_groups[0]["lr"] = torch.tensor(0.05, device="cuda"), torch.tensor(0.05)
+    twins = make_twins(name)
+    put_rates(*twins)
     for step, lr in enumerate([0.05, 0.05, 0.02, 0.3]):
-        for optimizer in (ours, reference):
-            optimizer.param_groups[0]["lr"].fill_(lr)
-        step_both(ours, reference, step, waits=step == 0)
+        fill_rates(twins, lr)
+        step_both(*twins, step, waits=step == 0)
 
 
 @pytest.mark.parametrize("spoilt", [(), (0,), (1,), (2, 3)], ids=str)

@@ -1,57 +1,73 @@
-"""Tests of optimizer steps captured in CUDA graphs and replayed: they give the CPU reference's bits."""
+"""Tests of optimizer steps captured in CUDA graphs and replayed: they give the CPU reference's results."""
 
 import pytest
 import torch
 
-from tests.optim.cuda_graphs import capture, gradients_of, refill
-from tests.optim.gpu import BF16, SCALE, assert_same, give_gradients, make_twins, no_syncs, set_in_groups, step_both
-from tests.optim.stepping import CLASSES, RICH, params_of
+from tests.optim.gpu import (
+    BF16,
+    PENALTIES,
+    SCALE,
+    assert_same,
+    capture,
+    fill_rates,
+    give_gradients,
+    gradients_of,
+    make_twins,
+    no_syncs,
+    put_rates,
+    refill,
+    set_in_groups,
+    step_both,
+)
+from tests.optim.stepping import CLASSES
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
+@pytest.mark.parametrize("penalty", [None, "rings"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_replayed_steps_give_the_references_bits_whatever_is_stepped_between(name):
-    ours, reference = make_twins(name)
-    step_both(ours, reference, 0, waits=True)
-    give_gradients(ours, reference, 1)
-    gradients, lr = gradients_of(ours), RICH[name]["lr"]
+def test_replayed_steps_are_the_references_whatever_is_stepped_between(name, penalty):
+    ours, reference = twins = make_twins(name, penalty=penalty)
+    step_both(*twins, 0, waits=True)
+    give_gradients(*twins, 1)
+    gradients, lr, its_penalty = gradients_of(ours), ours.param_groups[0]["lr"], ours.param_groups[0]["penalty"]
     graph = capture(ours)
-    assert_same(ours, reference)
+    assert_same(*twins)
     for step in range(1, 6):
         refill(gradients, reference, step)
         with no_syncs():
             graph.replay()
         reference.step()
-        assert_same(ours, reference)
+        assert_same(*twins)
         if step % 2:
-            # An eager step between replays, with its own gradients and a learning rate other than the graph's.
-            set_in_groups((ours, reference), lr=lr / (1 + step))
-            step_both(ours, reference, 100 + step)
-            set_in_groups((ours, reference), lr=lr)
+            # An eager step between replays, with its own gradients, penalty and learning rate.
+            other = None if penalty is None else PENALTIES["kernels"]
+            set_in_groups(twins, lr=lr / (1 + step), penalty=other)
+            step_both(*twins, 100 + step, waits=penalty is not None)
+            set_in_groups(twins, lr=lr, penalty=its_penalty)
 
 
+@pytest.mark.parametrize("penalty", [None, "rings", "joint", "joint, largest"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_replays_follow_what_lives_on_the_gpu(name):
-    ours, reference = make_twins(name)
-    step_both(ours, reference, 0, waits=True)
-    ours.param_groups[0]["lr"], reference.param_groups[0]["lr"] = torch.tensor(0.05, device="cuda"), torch.tensor(0.05)
-    give_gradients(ours, reference, 1)
+def test_replays_follow_what_lives_on_the_gpu(name, penalty):
+    ours, reference = twins = make_twins(name, penalty=penalty)
+    put_rates(*twins)
+    step_both(*twins, 0, waits=True)
+    give_gradients(*twins, 1)
     gradients = gradients_of(ours)
     ours.grad_scale, ours.found_inf = torch.tensor(SCALE, device="cuda"), torch.tensor(0.0, device="cuda")
     graph = capture(ours)
-    for step, (lr, found) in enumerate([(0.05, 0.0), (0.02, 0.0), (0.02, 1.0), (0.3, 0.0)], start=1):
+    for step, (lr, found) in enumerate([(0.05, 0.0), (0.02, 0.0), (0.02, 1.0), (0.1, 0.0)], start=1):
         refill(gradients, reference, step)
         for grad in gradients:
             grad.mul_(SCALE)
-        for optimizer in (ours, reference):
-            optimizer.param_groups[0]["lr"].fill_(lr)
+        fill_rates(twins, lr)
         ours.found_inf.fill_(found)
         with no_syncs():
             graph.replay()
         if not found:
             reference.step()
-        assert_same(ours, reference)
+        assert_same(*twins)
 
 
 def test_one_graph_may_step_several_optimizers():
@@ -73,7 +89,7 @@ def test_a_first_step_cannot_be_captured(name):
     give_gradients(ours, reference, 0)
     with pytest.raises(RuntimeError, match="expected the optimizer to have made a step before"):
         capture(ours)
-    assert not any(ours.state.get(p) for p in params_of(ours))
+    assert not any(ours.state.get(p) for p in ours.param_groups[0]["params"])
     step_both(ours, reference, 0, waits=True)
     give_gradients(ours, reference, 1)
     graph = capture(ours)
