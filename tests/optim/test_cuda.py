@@ -133,6 +133,9 @@ def test_kernels_take_any_layouts_of_adams_states(backend, kind):
         assert_is_reference(laid_out, backend, case.copy().step("reference"))
 
 
+FOUND = [("sgd", 1.0), ("sgd", math.nan), ("adam", math.inf), ("adam", math.nan)]
+SEEDS = [("sgd", 0), ("sgd", 2**63 - 1), ("adam", -1)]
+ROUNDED = {"dtypes": (BF16,) * 3, "rounding_step": 5, "ordinals": [2**31 + 5, *range(9)]}
 OPTIONS = {
     "plain_sgd": ("sgd", {"states": 0}),
     "first_nesterov": ("sgd", {"first": [1] * 5 + [0] * 5, "nesterov": True}),
@@ -143,28 +146,15 @@ OPTIONS = {
     "scaled_in_f64": ("sgd", {"grad_scale": torch.tensor([3.0], dtype=F64), "found_inf": torch.zeros(1, dtype=F64)}),
     "learning_rate": ("adam", {"lrs": [torch.tensor(0.03)], "lr_index": [0], "decoupled": True}),
     "learning_rate_in_f64": ("sgd", {"lrs": [torch.tensor(0.03, dtype=F64)], "lr_index": [0]}),
+    **{f"{rule}_found_{found}": (rule, {"found_inf": torch.tensor(found)}) for rule, found in FOUND},
+    **{f"{rule}_rounded_{seed}": (rule, {"seed": seed, **ROUNDED}) for rule, seed in SEEDS},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_kernels_follow_every_option(backend, options):
     rule, given = OPTIONS[options]
-    assert_is_reference(make_case(rule, KERNEL_SHAPES, **KERNEL_MAPS, **given), backend)
-
-
-@pytest.mark.parametrize("found", [1.0, math.nan, math.inf])
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_kernels_change_nothing_where_infinity_was_found(backend, rule, found):
-    options = {"found_inf": torch.tensor(found), "grad_scale": torch.tensor(2.0)}
-    case = make_case(rule, KERNEL_SHAPES, **KERNEL_MAPS, **options)
-    assert_untouched(stepped_on_gpu(case, backend), case)
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_kernels_round_with_the_references_random_numbers(backend, rule, seed):
-    options = {"seed": seed, "rounding_step": 5, "ordinals": [2**31 + 5, *range(9)]}
-    case = make_case(rule, KERNEL_SHAPES, dtypes=(BF16,) * 3, **KERNEL_MAPS, **options)
+    case = make_case(rule, KERNEL_SHAPES, **KERNEL_MAPS, **given)
     case.params[8] = LAYOUTS["channels_last"](case.params[8])
     assert_is_reference(case, backend)
 
@@ -219,7 +209,7 @@ def test_the_learning_rate_may_live_on_the_gpu(backend, name):
         step_both(*twins, step, waits=step == 0)
 
 
-@pytest.mark.parametrize("spoilt", [(), (0,), (1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("spoilt", [(), (0,), (1, 2)], ids=str)
 @pytest.mark.parametrize("manually", [False, True], ids=["fused", "unscaled_before"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, spoilt):

@@ -220,14 +220,6 @@ def shard_model(model):
     return model
 
 
-def check_fsdp(rank, name):
-    model = shard_model(make_model())
-    optimizer = make_optimizer(name, model)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    train_model(model, optimizer, STEPS, rank)
-    assert_same_in_full(optimizer, single_run(name)[1], nearly)
-
-
 def check_checkpoint(rank, name):
     """Two ranks save in full what one process would; a fresh sharded model that loads it continues equally."""
     model = shard_model(make_model())
@@ -295,7 +287,7 @@ def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check_fsdp, check_checkpoint, check_ddp, check_gradients])
+@pytest.mark.parametrize("check", [check_checkpoint, check_ddp, check_gradients])
 def test_two_processes_train_as_one(check, tmp_path):
     run_ranks(check_classes, check, count=WORLD, folder=tmp_path)
 

@@ -3,7 +3,6 @@
 Factors that are powers of two make this possible: fused multiply-adds then round as torch's products and sums do.
 """
 
-import copy
 import logging
 
 import pytest
@@ -181,33 +180,5 @@ def test_transformers_trainer(given, tmp_path):
             trainer = transformers.Trainer(model, settings, train_dataset=data, **{given: chosen})
             trainer.train(resume_from_checkpoint=epochs == 2)
         return model
-
-    assert_trained_alike(train)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["locosgd", "lookahead_locosgd"])
-def test_timms_factory_schedulers_and_layer_decay(name):
-    pytest.importorskip("timm")
-    from timm.optim import _optim_factory as factory
-    from timm.scheduler import StepLRScheduler
-    from timm.utils import ModelEmaV3, NativeScaler
-
-    def train(kind):
-        registry = copy.deepcopy(factory.default_registry)
-        registry.register(factory.OptimInfo("locosgd", kind, "SGD", has_momentum=True, has_eps=False))
-        model = make_model()
-        model.group_matcher = lambda coarse: {"stem": "^[01]", "blocks": "^4"}
-        optimizer = registry.create_optimizer(model, name, **SETTINGS, layer_decay=0.5)
-        assert {group["lr_scale"] for group in optimizer.param_groups} != {1.0}
-        scheduler = StepLRScheduler(optimizer, decay_t=2, decay_rate=0.5, warmup_t=2, warmup_lr_init=0.0625)
-        scaler, average = NativeScaler("cpu"), ModelEmaV3(model, decay=0.5)
-        for number, (x, y) in enumerate(DataLoader(make_data(), 4)):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            scaler(loss, optimizer, clip_grad=CLIP, parameters=model.parameters())
-            scheduler.step(number + 1)
-            average.update(model)
-        return average.module
 
     assert_trained_alike(train)
