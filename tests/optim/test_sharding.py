@@ -59,62 +59,48 @@ def assert_same_in_full(ours, other, equal=same_bits):
     assert_same(ours, other, equal=lambda a, b: equal(local(a), local(b)))
 
 
-def set_sharded_gradients(params, plain, mesh, placement):
-    """Copy the plain parameters' gradients, distributed by ``placement``."""
+def set_sharded_gradients(params, plain, mesh, placement=None):
+    """Copy the plain parameters' gradients, distributed by ``placement`` or as the parameters are."""
     for p, q in zip(params, plain, strict=True):
         if not isinstance(p, DTensor):
             p.grad = q.grad.clone()
         elif isinstance(placement, Partial):
             p.grad = DTensor.from_local(q.grad / mesh.size(), mesh, [placement])
         else:
-            p.grad = distribute_tensor(q.grad.clone(), mesh, [placement])
+            p.grad = distribute_tensor(q.grad.clone(), mesh, [placement] if placement else p.placements)
 
 
 SHAPES = [(5, 2, 3, 3), (1, 3, 5, 5), (7,), (4, 6)]
 
 
-@pytest.mark.parametrize(
-    ("name", "placement", "path"),
-    covering(CLASSES, [Shard(0), Replicate()], [{}, {"fused": False}, {"foreach": True}]),
-    ids=str,
-)
-def test_dtensors_are_stepped_as_plain_tensors(mesh, name, placement, path):
-    plain = getattr(optim, name)(make_params(SHAPES), **RICH[name], **path, locality=LOCALITY)
-    params = sharded(params_of(plain), mesh, placement)
-    ours = getattr(optim, name)(params, **RICH[name], **path, locality=LOCALITY)
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("path", [{}, {"fused": False}, {"foreach": True}], ids=str)
+def test_dtensors_are_stepped_as_plain_tensors_and_beside_some(mesh, name, path):
+    placements = [Shard(0), Replicate(), Shard(1), Shard(-3), None]
+    start = make_params([(5, 2, 3, 3), (1, 3, 5, 5), (4, 2, 3, 3), (4, 2, 3, 3), (7,)])
+    pairs = zip(start, placements, strict=True)
+    params = [(clones([p]) if placement is None else sharded([p], mesh, placement))[0] for p, placement in pairs]
+    plain, ours = (getattr(optim, name)(each, **RICH[name], **path, locality=LOCALITY) for each in (start, params))
     for step in range(3):
-        set_gradients(params_of(plain), step)
-        set_sharded_gradients(params, params_of(plain), mesh, placement)
+        set_gradients(start, step)
+        set_sharded_gradients(params, start, mesh)
         plain.step()
         ours.step()
     assert_same_in_full(ours, plain)
-    for p in params:
+    for p in params[:-1]:
         for key, value in ours.state[p].items():
             assert key == "step" or (isinstance(value, DTensor) and value.placements == p.placements)
-
-
-def test_channels_may_be_sharded_on_either_axis_and_mixed_with_plain_parameters(mesh):
-    plain = optim.AdamW(make_params([(4, 2, 3, 3), (4, 2, 3, 3), (3, 3, 3, 3)]), **RICH["AdamW"], locality=LOCALITY)
-    start = params_of(plain)
-    params = [*sharded(start[:1], mesh, Shard(1)), *sharded(start[1:2], mesh, Shard(-3)), *clones(start[2:])]
-    ours = optim.AdamW(params, **RICH["AdamW"], locality=LOCALITY)
-    set_gradients(start, 0)
-    for i, placement in enumerate((Shard(1), Shard(-3), None)):
-        set_sharded_gradients(params[i : i + 1], start[i : i + 1], mesh, placement)
-    plain.step()
-    ours.step()
-    assert_same_in_full(ours, plain)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
     plain, shards = (LocallyConnected2d(2, 3, 3, input_size=5, bias=False) for _ in range(2))
     shards.load_state_dict(plain.state_dict())
+    set_gradients([plain.weight], 0)
     for placement in (Shard(0), Shard(-1)):
-        shards.weight = nn.Parameter(distribute_tensor(plain.weight.detach().clone(), mesh, [placement]))
+        (shards.weight,) = sharded([plain.weight], mesh, placement)
         ours = getattr(optim, name)(optim.parameter_groups(shards, 0.1, LOCALITY), lr=0.1)
-        set_gradients([plain.weight], 0)
-        set_sharded_gradients([shards.weight], [plain.weight], mesh, placement)
+        set_sharded_gradients([shards.weight], [plain.weight], mesh)
         if placement == Shard(0):
             with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
                 ours.step()
@@ -124,49 +110,37 @@ def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
     assert_same_in_full(ours, other)
 
 
-@pytest.mark.parametrize(("name", "placement"), [("SGD", Shard(2)), ("Adam", Shard(3)), ("AdamW", Shard(-2))], ids=str)
-def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(mesh, name, placement):
-    """The plain parameter comes first, so it would be the first to be written."""
-    before = make_params([(2, 2, 3, 3), (3, 2, 3, 3)])
-    params = [*clones(before[:1]), *sharded(before[1:], mesh, placement)]
-    ours = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
-    set_gradients(before, 0)
-    set_sharded_gradients(params, before, mesh, placement)
-    with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
-        ours.step()
-    for p, q in zip(params, before, strict=True):
-        assert torch.equal(local(p.detach()), q.detach())
-        assert not ours.state.get(p)
-    ours.param_groups[0]["locality"] = None
-    ours.step()
-    assert not torch.equal(local(params[1].detach()), before[1].detach())
+RINGS, JOINT = sparsity.RingPenalty(0.5), sparsity.KernelPenalty(0.5, power=2)
 
 
 @pytest.mark.parametrize(
-    ("penalty", "placement", "wanted"),
+    ("name", "options", "placement", "wanted"),
     [
-        (sparsity.RingPenalty(0.5), Replicate(), None),
-        (sparsity.RingPenalty(0.5), Shard(0), None),
-        (sparsity.RingPenalty(0.5), Shard(1), "sharding along output channels"),
-        (sparsity.KernelPenalty(0.5, power=2), Replicate(), None),
-        (sparsity.KernelPenalty(0.5, power=2), Shard(0), "no sharding"),
+        ("SGD", {"locality": LOCALITY}, Shard(2), "sharding along channels"),
+        ("Adam", {"locality": LOCALITY}, Shard(3), "sharding along channels"),
+        ("AdamW", {"locality": LOCALITY}, Shard(-2), "sharding along channels"),
+        ("SGD", {"penalty": RINGS}, Replicate(), None),
+        ("Adam", {"penalty": RINGS}, Shard(0), None),
+        ("SGD", {"penalty": RINGS}, Shard(1), "sharding along output channels"),
+        ("SGD", {"penalty": JOINT}, Replicate(), None),
+        ("SGD", {"penalty": JOINT}, Shard(0), "no sharding"),
     ],
     ids=str,
 )
-def test_a_penalty_wants_whole_kernels_and_one_that_couples_them_all_of_them(mesh, penalty, placement, wanted):
-    before = make_params([(5, 2, 3, 3)])
-    params = sharded(before, mesh, placement)
-    ours = optim.SGD(params, lr=0.1, penalty=penalty)
+def test_maps_and_penalties_want_whole_kernels_or_nothing_is_written(mesh, name, options, placement, wanted):
+    """The plain parameter comes first, so it would be the first to be written."""
+    before = make_params([(2, 2, 3, 3), (3, 2, 3, 3)])
+    params = [*clones(before[:1]), *sharded(before[1:], mesh, placement)]
+    ours, plain = (getattr(optim, name)(each, **{**RICH[name], **options}) for each in (params, before))
     set_gradients(before, 0)
-    set_sharded_gradients(params, before, mesh, placement)
-    if wanted is not None:
+    set_sharded_gradients(params, before, mesh)
+    if wanted is None:
+        plain.step()
+        ours.step()
+    else:
         with pytest.raises(NotImplementedError, match=rf"expected {wanted} .* got S"):
             ours.step()
-        assert torch.equal(local(params[0].detach()), before[0].detach())
-    else:
-        ours.step()
-        optim.SGD(before, lr=0.1, penalty=penalty).step()
-        assert same_bits(local(params[0].detach()), before[0].detach())
+    assert_same_in_full(ours, plain)
 
 
 @pytest.mark.parametrize("which", ["weight", "norm"])
