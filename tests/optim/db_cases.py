@@ -5,7 +5,7 @@ schedulers and tolerances. A Case is one of its inputs with one of the implement
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.testing._internal import common_optimizers as database
 
 from loco_ext import optim
@@ -66,9 +65,6 @@ class Case:
     def coarse(self) -> dict[str, float]:
         """Return the arguments to change for half precision, which lacks eps 1e-8; the database's own for float16."""
         return {} if self.name == "SGD" else {"eps": 0.1}
-
-    def scheduler_lists(self) -> list[list[Callable[[Optimizer], Any]]]:
-        return [[], *INFOS[self.name].scheduler_inputs]
 
 
 def _inputs(name: str) -> list[Any]:
@@ -126,13 +122,9 @@ class Problem:
         self.weight.grad, self.bias.grad = 2 * torch.outer(residual, self.x), 2 * residual
         return residual.square().sum()
 
-    def run(self, optimizer: Optimizer, steps: int, schedulers: Any = ()) -> float:
-        """Step the optimizer and its schedulers; return the loss after the last step."""
+    def run(self, optimizer: Optimizer, steps: int) -> None:
         for _ in range(steps):
-            loss = optimizer.step(self.closure)
-            for scheduler in schedulers:
-                scheduler.step(*[loss] if isinstance(scheduler, ReduceLROnPlateau) else [])
-        return self.closure().item()
+            optimizer.step(self.closure)
 
     def twin(self) -> "Problem":
         """Return the same problem at the same point, with its own parameters."""

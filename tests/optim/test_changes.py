@@ -85,7 +85,11 @@ def test_an_optimizer_made_anywhere_steps_as_any_other(first):
 def test_a_step_of_fake_tensors_leaves_nothing_behind():
     param = nn.Parameter(torch.ones(1, 1, 3, 3))
     with FakeTensorMode() as mode:
-        stepped(mode.from_tensor(param), **MAP_AND_PENALTY)
+        fake = mode.from_tensor(param)
+        optimizer = stepped(fake, **MAP_AND_PENALTY)
+        for _ in range(3):
+            step_alone(optimizer, fake)
+        assert optimizer._cache is None
     optimizer = stepped(param, **MAP_AND_PENALTY)
     assert type(optimizer._current_plans()[0].maps[0]) is torch.Tensor
 

@@ -22,26 +22,6 @@ ALL_OTHERS = ("reference", *TORCHS_OWN)
 each_optimizer = pytest.mark.parametrize("name", OURS)
 
 
-def assert_right_direction(case: Case, before: float, after: float) -> None:
-    assert after > before if case.arguments.get("maximize") else after < before
-
-
-@cases(*KERNELS, richest=ALL_OTHERS)
-def test_schedulers_lead_groups_as_they_lead_torchs(case):
-    for schedulers in case.scheduler_lists():
-        problem = Problem()
-        twin = problem.twin()
-        optimizers = tuple(
-            make([{"params": [each.weight]}, {"params": [each.bias], "lr": 0.01}])
-            for make, each in ((case.ours, problem), (case.torchs, twin))
-        )
-        for each, optimizer in zip((problem, twin), optimizers, strict=True):
-            before = each.closure().item()
-            assert_right_direction(case, before, each.run(optimizer, 8, [make(optimizer) for make in schedulers]))
-        assert_close(*map(flat_state, optimizers))
-        assert_close(*[[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers])
-
-
 @cases("reference")
 def test_matches_the_forloop(case):
     assert_matches_the_forloop(case, torch.float64)

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -197,15 +198,16 @@ def growth_in_backward() -> dict[str, float] | None:
     return extra
 
 
+RINGS = RingPenalty(1e-3)
 REFUSED = [
     (lambda model: torch.optim.SGD(model.parameters()), TypeError, "optimizer: expected an SGD, Adam or AdamW of loco"),
     (lambda model: optim.SGD(model[2].parameters()), ValueError, "optimizer: expected one that has the weights"),
     (lambda model: optim.SGD(model.parameters(), foreach=True), ValueError, "foreach, differentiable: expected None"),
     (lambda model: optim.SGD(model.parameters(), stochastic_rounding=1), ValueError, "stochastic_rounding: expected"),
     (
-        lambda model: optim.SGD(optim.parameter_groups(model, 0.1, penalty=RingPenalty(1e-3))),
+        lambda model: optim.SGD(model.parameters(), penalty=[RingPenalty(1e-3), *[None] * 4]),
         ValueError,
-        "penalty: expected None",
+        "penalty: expected",
     ),
 ]
 
@@ -216,12 +218,10 @@ def test_what_is_refused():
         with pytest.raises(error, match=said):
             optim.step_in_backward(make_optimizer(model), model)
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    for other, error, said in (
-        (nn.Linear(2, 2), ValueError, "model: expected a module with locally connected layers, found none"),
-        (3, TypeError, "model: expected a module, got int"),
-    ):
-        with pytest.raises(error, match=said):
-            optim.step_in_backward(sgd, other)
+    with pytest.raises(ValueError, match="model: expected a module with locally connected layers, found none"):
+        optim.step_in_backward(sgd, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model: expected a module, got int"):
+        optim.step_in_backward(sgd, 3)
     model[0].weight.grad = torch.zeros_like(model[0].weight)
     with pytest.raises(ValueError, match=r"0.weight: expected no gradient yet"):
         optim.step_in_backward(sgd, model)
@@ -267,20 +267,15 @@ def test_a_grad_scaler_is_seen_whatever_steps_the_other_groups(foreach):
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("how", ["autograd.grad", "inputs"])
-def test_gradients_of_the_input_alone_step_nothing(how):
+def test_gradients_of_the_input_alone_step_nothing():
     model, _, _ = make("SGD")
     ((x, _),) = batches(count=1)
     before = [p.detach().clone() for p in model.parameters()]
     x.requires_grad_()
-    loss = model(x).square().sum()
-    if how == "inputs":
-        loss.backward(inputs=[x])
-        (found,) = (x.grad,)
-    else:
-        (found,) = torch.autograd.grad(loss, x)
-    (expected,) = torch.autograd.grad(make_model()(x).square().sum(), x)
-    assert same_bits(found, expected)
+    model(x).square().sum().backward(inputs=[x])
+    for network in (model, make_model()):
+        (found,) = torch.autograd.grad(network(x).square().sum(), x)
+        assert same_bits(found, x.grad)
     assert all(map(same_bits, before, model.parameters()))
 
 
@@ -325,25 +320,25 @@ def test_a_layer_without_blocks_steps_its_bias():
     assert not torch.equal(model[0].bias, before)
 
 
-@pytest.mark.parametrize("how", ["plainly", "under autocast", "saved on the CPU", "in one checkpoint", "in two"])
-def test_a_layer_used_twice_is_stepped_once_at_most(how):
+def segment(function, x):
+    return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+
+USES = {
+    "plainly": (nullcontext, lambda layer, x: layer(layer(x))),
+    "under autocast": (partial(torch.autocast, "cpu", dtype=torch.bfloat16), lambda layer, x: layer(layer(x))),
+    "saved on the CPU": (torch.autograd.graph.save_on_cpu, lambda layer, x: layer(layer(x))),
+    "in one checkpoint": (nullcontext, lambda layer, x: segment(lambda t: layer(layer(t)), x)),
+    "in two": (nullcontext, lambda layer, x: segment(layer, segment(layer, x))),
+}
+
+
+@pytest.mark.parametrize(("context", "use"), USES.values(), ids=USES)
+def test_a_layer_used_twice_is_stepped_once_at_most(context, use):
     layer = LocallyConnected1d(2, 2, 3, padding=1, input_size=5)
     optim.step_in_backward(optim.SGD(layer.parameters(), lr=0.1), layer)
-    x = torch.randn(1, 2, 5, requires_grad=True)
-
-    def segment(function, x):
-        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
-
-    if how == "under autocast":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = layer(layer(x))
-    elif how == "saved on the CPU":
-        with torch.autograd.graph.save_on_cpu():
-            y = layer(layer(x))
-    elif how == "in one checkpoint":
-        y = segment(lambda t: layer(layer(t)), x)
-    else:
-        y = segment(layer, segment(layer, x)) if how == "in two" else layer(layer(x))
+    with context():
+        y = use(layer, torch.randn(1, 2, 5, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|got a second use"):
         y.sum().backward()
 

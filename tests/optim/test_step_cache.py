@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
@@ -80,19 +79,6 @@ def swapping_tensors(model, optimizer):
     grad, p.grad = p.grad, None
     torch.utils.swap_tensors(p, nn.Parameter(p.detach() + 1))
     p.grad = grad
-
-
-def moving_to_double_by_swapping(model, optimizer):
-    gradients = [p.grad for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.to(torch.float64)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    for p, grad in zip(model.parameters(), gradients, strict=True):
-        p.grad = grad.double()
 
 
 def data(change):
@@ -288,7 +274,7 @@ EVENTS = {
     **{
         event.__name__: event
         for event in (
-            *(swapping_tensors, moving_to_double_by_swapping, data_of_another_shape, data_of_another_shape_alone),
+            *(swapping_tensors, data_of_another_shape, data_of_another_shape_alone),
             *(bias_that_becomes_a_kernel, no_gradient_in_a_group, shared_gradient, shared_gradient_of_a_scaled_step),
             *(gradients_in_one_buffer, transposed_states, states_of_other_memory, states_of_half_the_width),
             *(replaced_states, replaced_tensors_of_states, state_of_another, exchanged_states, no_buffer),
@@ -367,16 +353,6 @@ def test_another_pattern_of_as_many_blocks_has_its_own_map():
             attach_pattern(weight, pattern)
             weight.grad = torch.ones_like(weight)
         step_and_compare(cached, anew)
-
-
-def test_fake_tensors_are_collected_anew():
-    with FakeTensorMode():
-        _, optimizer = make("SGD")
-        for p in params_of(optimizer):
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        optimizer.step()
-        assert optimizer._cache is None
 
 
 def two_that_have_stepped(name):
