@@ -225,10 +225,10 @@ class LocalityOptimizer(Optimizer):
         batches: dict[object, Batch] = {}
         ordinal = 0
         for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
-            for selection in [] if uses_torch(group) else select(plan):
-                batch = self._batch(group, selection.device, batches)
-                batch.add(selection, plan, index, ordinal)
-                add_states(batch, group, selection.params, self.state)
+            for device, selected in ({} if uses_torch(group) else select(plan)).items():
+                batch = self._batch(group, device, batches)
+                batch.add(plan, selected, index, ordinal)
+                add_states(batch, group, batch.params[-len(selected) :], self.state)
             ordinal += len(plan.params)
         return list(batches.values())
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from loco_ext import geometry
 from loco_ext.geometry.attached_pattern import pattern_of
-from loco_ext.geometry.block_pattern import BlockPattern
 
 # (gamma, eta), or one factor per distance class, nearest first.
 Factors: TypeAlias = tuple[float, ...]
@@ -59,20 +58,22 @@ def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | No
     more than one tap; and to the blocks of locally connected layers. A list names each parameter's factors, so that any
     kernel may have a map. Kernels of an even size have no centre and stay uniform.
     """
-    convolutions: dict[tuple[tuple[int, ...], Factors], Tensor | None] = {}
+    shared: dict[tuple[tuple[int, ...], Factors], Tensor] = {}
 
-    def map_of(param: Tensor, factors: Factors) -> Tensor | None:
+    def map_of(param: Tensor, factors: Factors | None) -> Tensor | None:
+        # Factors of 1 mean exactly uniform decay.
+        if factors is None or set(factors) == {1} or has_even_kernel(param):
+            return None
         if (pattern := pattern_of(param)) is not None:
-            return _map_of_blocks(pattern, factors)
-        key = (tuple(param.shape[2:]), factors)
-        if key not in convolutions:
-            convolutions[key] = _map(*key)
-        return convolutions[key]
+            return geometry.block_decay_map(pattern, factors).view(-1, 1, 1, 1) if pattern.nnz else None
+        kernel = tuple(param.shape[2:])
+        if math.prod(kernel) == 1:
+            return None
+        if (kernel, factors) not in shared:
+            shared[kernel, factors] = geometry.decay_map(kernel, factors)
+        return shared[kernel, factors]
 
-    return [
-        None if factors is None or has_even_kernel(param) else map_of(param, factors)
-        for param, factors in zip(params, _entries(params, locality), strict=True)
-    ]
+    return [map_of(param, factors) for param, factors in zip(params, _entries(params, locality), strict=True)]
 
 
 def even_kernels(params: Sequence[Tensor], locality: Locality) -> list[tuple[int, ...]]:
@@ -113,16 +114,3 @@ def looks_like_convolution(param: Tensor) -> bool:
         return False
     kernel = param.shape[2:]
     return max(kernel) <= LARGEST_GUESSED_KERNEL and math.prod(kernel) > 1
-
-
-def _map_of_blocks(pattern: BlockPattern, factors: Factors) -> Tensor | None:
-    if set(factors) == {1} or pattern.nnz == 0:
-        return None
-    return geometry.block_decay_map(pattern, factors).view(-1, 1, 1, 1)
-
-
-def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:
-    # Factors of 1, or a single tap, mean exactly uniform decay.
-    if math.prod(kernel_size) == 1 or set(factors) == {1}:
-        return None
-    return geometry.decay_map(kernel_size, factors)

@@ -117,18 +117,6 @@ def make_plan(group: Group) -> StepPlan:
     )
 
 
-@dataclass
-class Selection:
-    """The parameters of a group that have gradients and lie on one device."""
-
-    device: str
-    params: list[Tensor]
-    grads: list[Tensor]
-    map_index: list[int]
-    penalties: list[OfStep | None]
-    offsets: Sequence[int]  # indices of the parameters within the group
-
-
 def resolve_negated_grads(params: list[Tensor]) -> None:
     """Materialise lazily negated gradients: operators on mutable lists do not accept them."""
     grads = [p.grad for p in params]
@@ -137,31 +125,13 @@ def resolve_negated_grads(params: list[Tensor]) -> None:
             param.grad = None if grad is None else grad.resolve_neg()
 
 
-def select(plan: StepPlan) -> list[Selection]:
-    """Return the parameters of a group that have gradients, by device; commonly that is one selection of them all."""
-    grads = [p.grad for p in plan.params]
-    present = [g for g in grads if g is not None]
-    if present and len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
-        return [Selection(device, plan.params, present, plan.map_index, plan.penalties, range(len(present)))]
-    selections: dict[str, Selection] = {}
-    for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
-        if grad is not None:
-            device = str(param.device)
-            chosen = selections.setdefault(device, Selection(device, [], [], [], [], []))
-            chosen.params.append(param)
-            chosen.grads.append(grad)
-            chosen.map_index.append(plan.map_index[offset])
-            chosen.penalties += plan.penalties[offset : offset + 1]
-            chosen.offsets.append(offset)  # type: ignore[attr-defined]
-    return list(selections.values())
-
-
-def _only_device(params: list[Tensor]) -> str | None:
-    """Return the device of all parameters, None if there are several."""
-    if all([p.is_cpu for p in params]):
-        return "cpu"
-    devices = {p.device for p in params}
-    return str(devices.pop()) if len(devices) == 1 else None
+def select(plan: StepPlan) -> dict[str, list[int]]:
+    """Return the indices of the group's parameters that have gradients, by device."""
+    selections: dict[str, list[int]] = {}
+    for index, param in enumerate(plan.params):
+        if param.grad is not None:
+            selections.setdefault("cpu" if param.is_cpu else str(param.device), []).append(index)
+    return selections
 
 
 _NO_ROWS = torch.empty(0, device="cpu")
@@ -178,21 +148,20 @@ class Batch(StepArgs):
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add(self, selection: Selection, plan: StepPlan, group: int, ordinal: int) -> None:
+    def add(self, plan: StepPlan, selected: list[int], group: int, ordinal: int) -> None:
         """Add the selected parameters of a group, given by its index and the ordinal of its first parameter."""
-        count, before = len(selection.params), len(self.params)
+        count, before, base = len(selected), len(self.params), len(self.maps)
         self.plain &= plan.plain
-        base = len(self.maps)
-        map_index = [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
-        extend(self.map_index, -1, before, map_index if plan.maps else [], count)
+        map_index = [plan.map_index[i] + base if plan.map_index[i] >= 0 else -1 for i in selected] if plan.maps else []
+        extend(self.map_index, -1, before, map_index, count)
         extend(self.group_index, 0, before, [len(self.groups)] * count if self.groups else [], count)
-        extend(self.penalties, None, before, selection.penalties, count)
+        extend(self.penalties, None, before, [plan.penalties[i] for i in selected] if plan.penalties else [], count)
         self.maps += plan.maps
         self.groups.append(group)
-        self.params += selection.params
-        self.grads += selection.grads
+        self.params += [plan.params[i] for i in selected]
+        self.grads += [grad for param in self.params[before:] if (grad := param.grad) is not None]
         if self.seed is not None:
-            self.ordinals += [ordinal + offset for offset in selection.offsets]
+            self.ordinals += [ordinal + i for i in selected]
 
     def launch(self) -> None:
         """Make the operator call."""

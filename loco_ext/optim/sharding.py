@@ -34,8 +34,7 @@ def local_tensors(
     for i, param in enumerate(params):
         if not isinstance(param, DTensor):
             continue
-        _check_map(i, param, maps[i])
-        _check_penalty(i, param, penalties[i])
+        _check_placements(i, param, maps[i], penalties[i])
         params[i] = param.to_local()
         for tensors in (grads, *states):
             if tensors:
@@ -61,28 +60,21 @@ def _local(tensor: Tensor, like: Any) -> Tensor:
     return tensor.to_local()
 
 
-def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
+def _check_placements(index: int, param: Any, decay_map: Tensor | None, penalty: OfStep | None) -> None:
     from torch.distributed.tensor import Shard
 
-    if decay_map is None:
-        return
-    missing = param.dim() - decay_map.dim()  # leading axes that the map lacks; it broadcasts along axes of size 1, too
+    # The map's sizes along the parameter's axes: it lacks the leading ones, along which it broadcasts.
+    sizes = () if decay_map is None else (*[1] * (param.dim() - decay_map.dim()), *decay_map.shape)
     for placement in param.placements:
-        axis = placement.dim % param.dim() - missing if isinstance(placement, Shard) else -1
-        if axis >= 0 and decay_map.shape[axis] > 1:
-            raise NotImplementedError(
-                f"params[{index}]: expected sharding along channels for a parameter with a decay map, got {placement}"
-            )
-
-
-def _check_penalty(index: int, param: Any, penalty: OfStep | None) -> None:
-    from torch.distributed.tensor import Shard
-
-    if penalty is None:
-        return
-    for placement in param.placements:
-        if isinstance(placement, Shard) and (penalty.of_layer or placement.dim % param.dim() != 0):
-            wanted = "no sharding" if penalty.of_layer else "sharding along output channels"
-            raise NotImplementedError(
-                f"params[{index}]: expected {wanted} for a parameter with this penalty, got {placement}"
-            )
+        if not isinstance(placement, Shard):
+            continue
+        axis = placement.dim % param.dim()
+        wanted = None
+        if decay_map is not None and sizes[axis] > 1:
+            wanted = "sharding along channels for a parameter with a decay map"
+        elif penalty is not None and penalty.of_layer:
+            wanted = "no sharding for a parameter with this penalty"
+        elif penalty is not None and axis != 0:
+            wanted = "sharding along output channels for a parameter with this penalty"
+        if wanted is not None:
+            raise NotImplementedError(f"params[{index}]: expected {wanted}, got {placement}")

@@ -93,19 +93,6 @@ def cases(*every: str, richest: Sequence[str] = ()) -> Any:
     return pytest.mark.parametrize(("native", "case"), parameters, indirect=["native"])
 
 
-def tolerance(name: str, check: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the tolerance that the database gives the check in this dtype; empty for torch.testing's default."""
-    for info in INFOS[name].decorators:
-        for decorator in info.decorators if info.test_name == check and info.is_active(*_active(check, dtype)) else ():
-            if allowed := getattr(decorator, "d", {}).get(dtype):
-                return {"atol": allowed.atol, "rtol": allowed.rtol}
-    return {}
-
-
-def _active(check: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    return "TestOptimRenewed", check, "cpu", dtype, {"dtype": dtype}
-
-
 class Problem:
     """Least squares ``|weight @ x + bias|^2`` with explicit gradients, so that parameters need not require them."""
 

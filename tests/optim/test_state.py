@@ -115,6 +115,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, options, dtype):
     resumed.load_state_dict(through_a_file(cut.state_dict()))
     assert_same(resumed, cut, same_bits)
     assert {key: resumed.param_groups[0][key] for key in options} == options
+    assert resumed.param_groups[0]["rounding_step"] == (3 if "stochastic_rounding" in options else 0)
     train(resumed, 2, start=3)
     assert_same(whole, resumed, same_bits)
 
