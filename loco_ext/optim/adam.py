@@ -10,7 +10,7 @@ from torch import Tensor
 from loco_ext.ops.step_args import ADAM
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, check_hyper, own_options, with_options
+from loco_ext.optim.options import Group, own_options
 from loco_ext.penalties import Penalty
 
 
@@ -68,15 +68,15 @@ class Adam(_FusedAdam, torch.optim.Adam):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        super().__init__(
-            with_options(params, own),
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
+        self._construct(
+            params,
+            own,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
             foreach=foreach,
             maximize=maximize,
             capturable=capturable,
@@ -84,7 +84,6 @@ class Adam(_FusedAdam, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._finish_init(own)
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
@@ -131,19 +130,18 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        super().__init__(
-            with_options(params, own),
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
+        self._construct(
+            params,
+            own,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init(own)

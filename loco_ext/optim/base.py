@@ -23,7 +23,17 @@ from loco_ext.ops.shrink import prox_of
 from loco_ext.ops.step_args import Flags, Rule
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
-from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, lr_for, uses_torch
+from loco_ext.optim.options import (
+    OWN_DEFAULTS,
+    Group,
+    check_hyper,
+    check_own,
+    device_lr,
+    is_zero,
+    lr_for,
+    uses_torch,
+    with_options,
+)
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, StepPlan, make_plan, resolve_negated_grads, same_objects, select
 from loco_ext.optim.states import add_states, check_states, restore_states
@@ -62,8 +72,10 @@ class LocalityOptimizer(Optimizer):
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
-    def _finish_init(self, own: Group) -> None:
-        """Finish construction, when torch's own has seen all groups; ``own``: the options that it does not know."""
+    def _construct(self, params: Any, own: Group, **options: Any) -> None:
+        """Check the options and construct as torch.optim's class does; ``own``: the options that it does not know."""
+        check_hyper(options)
+        super().__init__(with_options(params, own), **options)
         self.defaults.update(own)
         self._refresh()
         self._warn_if_idle(self.param_groups)
@@ -356,11 +368,9 @@ class LocalityOptimizer(Optimizer):
         groups = state["param_groups"]
         present = getattr(self, "param_groups", None) or [{}] * len(groups)
         for group, old in zip(groups, present, strict=True):
-            foreign = "locality" not in group
-            for key in (*OWN_DEFAULTS, *_IMPLEMENTATION_KEYS):
-                if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
-                    group[key] = old.get(key, OWN_DEFAULTS.get(key))
-            for key, value in old.items():
+            if "locality" not in group:  # the checkpoint is torch.optim's
+                group.update({key: old[key] for key in _IMPLEMENTATION_KEYS if key in old})
+            for key, value in {**OWN_DEFAULTS, **old}.items():
                 group.setdefault(key, value)
             group["locality"] = as_tuples(group["locality"])
             group["penalty"] = from_plain(group["penalty"], old.get("penalty"))

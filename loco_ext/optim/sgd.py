@@ -10,7 +10,7 @@ from torch import Tensor
 from loco_ext.ops import step_args
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, check_hyper, own_options, with_options
+from loco_ext.optim.options import Group, own_options
 from loco_ext.penalties import Penalty
 
 
@@ -75,21 +75,20 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        check_hyper({"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay})
         own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        super().__init__(
-            with_options(params, own),
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
+        self._construct(
+            params,
+            own,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
             maximize=maximize,
             foreach=foreach,
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init(own)
 
     _rule = step_args.SGD
 

@@ -16,23 +16,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from loco_ext import ops, optim
-from tests.optim.gpu import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    SCALE,
-    assert_same,
-    capture,
-    fill_rates,
-    give_gradients,
-    make_twins,
-    needs_gpu,
-    no_syncs,
-    on_gpu,
-    put_rates,
-    step_both,
-)
+from tests.optim import gpu
+from tests.optim.gpu import BF16, F16, F32, F64, SCALE, needs_gpu
 from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
 from tests.optim_step.cases import Case, make_case
 from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS, gaps
@@ -177,43 +162,34 @@ def test_elements_beyond_2_to_the_31_are_stepped(backend, dtype):
 @pytest.mark.parametrize("name", CLASSES)
 def test_training_gives_the_references_bits(backend, name):
     """A schedule changes the learning rates; parameters are unfrozen, and a group is added."""
-    ours, reference = twins = make_twins(name)
+    ours, reference = twins = gpu.make_twins(name)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8) for optimizer in twins]
     for step in range(6):
         if step == 3:
             later = make_params([(40, 30), (4, 2, 3, 3)], seed=5)
-            for optimizer, params in ((ours, on_gpu(later)), (reference, later)):
+            for optimizer, params in ((ours, gpu.on_gpu(later)), (reference, later)):
                 optimizer.add_param_group({"params": params, "lr": 0.02, "locality": None})
-        step_both(*twins, step, frozen=(1, 5) if step < 2 else (), waits=step == 0)
+        gpu.step_both(*twins, step, frozen=(1, 5) if step < 2 else (), waits=step == 0)
         for scheduler in schedulers if step < 3 else ():
             scheduler.step()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_learning_rate_may_live_on_the_gpu(backend, name):
-    twins = make_twins(name)
-    put_rates(*twins)
-    for step, lr in enumerate([0.05, 0.05, 0.02, 0.3]):
-        fill_rates(twins, lr)
-        step_both(*twins, step, waits=step == 0)
 
 
 @pytest.mark.parametrize("spoilt", [(), (0,), (1, 2)], ids=str)
 @pytest.mark.parametrize("manually", [False, True], ids=["fused", "unscaled_before"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, spoilt):
-    ours, reference = make_twins(name, fused=True)
+    ours, reference = gpu.make_twins(name, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, growth_interval=10**6)
     scaler.scale(torch.ones((), device="cuda"))  # the scaler creates its tensors at the first call
     stepped = False
     for step in range(5):
-        give_gradients(ours, reference, step)
+        gpu.give_gradients(ours, reference, step)
         for p in params_of(ours):
             p.grad.mul_(scaler.get_scale())
         if step in spoilt:
             params_of(ours)[-1].grad[1, 0, 0, 2] = math.inf
         # SGD synchronizes to learn whether it must create its momentum buffers.
-        with no_syncs() if stepped else nullcontext():
+        with gpu.no_syncs() if stepped else nullcontext():
             if manually:
                 scaler.unscale_(ours)
             scaler.step(ours)
@@ -221,39 +197,28 @@ def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, s
         if step not in spoilt:
             reference.step()
             stepped = True
-        assert_same(ours, reference)
+        gpu.assert_same(ours, reference)
     assert scaler.get_scale() == SCALE / 2 ** len(spoilt)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stochastic_rounding_gives_the_references_bits(backend, name):
-    ours, reference = make_twins(name, dtype=BF16, stochastic_rounding=7)
-    nearest, _ = make_twins(name, dtype=BF16)
-    for step in range(4):
-        step_both(ours, reference, step, waits=step == 0)
-        give_gradients(nearest, reference, step)
-        nearest.step()
-    assert not torch.equal(params_of(nearest)[3], params_of(ours)[3])
-
-
-@pytest.mark.parametrize("name", CLASSES)
 def test_steps_may_be_made_on_other_streams(backend, name):
-    ours, reference = make_twins(name)
+    ours, reference = gpu.make_twins(name)
     streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
     for step in range(7):
-        give_gradients(ours, reference, step)
+        gpu.give_gradients(ours, reference, step)
         stream, home = streams[step % 3], torch.cuda.current_stream()
         stream.wait_stream(home)
-        with torch.cuda.stream(stream), no_syncs() if step else nullcontext():
+        with torch.cuda.stream(stream), gpu.no_syncs() if step else nullcontext():
             ours.step()
         home.wait_stream(stream)
         reference.step()
-        assert_same(ours, reference)
+        gpu.assert_same(ours, reference)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_checkpoints_with_step_counts_on_the_cpu_are_continued(backend, name):
-    ours, reference = make_twins(name)
+    ours, reference = gpu.make_twins(name)
     theirs = getattr(torch.optim, name)(clones(params_of(reference)), **RICH[name], foreach=False)
     for step in range(2):
         set_gradients(params_of(theirs), step)
@@ -265,11 +230,11 @@ def test_checkpoints_with_step_counts_on_the_cpu_are_continued(backend, name):
         with torch.no_grad():
             for p, q in zip(params_of(optimizer), params_of(theirs), strict=True):
                 p.copy_(q)
-    give_gradients(ours, reference, 2)
+    gpu.give_gradients(ours, reference, 2)
     with pytest.raises(RuntimeError, match="expected the optimizer to have made a step before"):
-        capture(ours)
+        gpu.capture(ours)
     for step in range(2, 5):
-        step_both(ours, reference, step, waits=step == 2)
+        gpu.step_both(ours, reference, step, waits=step == 2)
     assert all(ours.state[p]["step"].is_cuda for p in params_of(ours))
 
 
@@ -282,4 +247,4 @@ def test_a_group_may_have_parameters_of_several_devices(name):
     make = getattr(optim, name)
     ours, reference = make(placed, **options), make(params, **options, fused=False)
     for step in range(4):
-        step_both(ours, reference, step, frozen=(0, 1) if step == 2 else (), waits=step == 0)
+        gpu.step_both(ours, reference, step, frozen=(0, 1) if step == 2 else (), waits=step == 0)

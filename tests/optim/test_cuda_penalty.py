@@ -7,25 +7,8 @@ import pytest
 
 import loco_ext
 from loco_ext import optim, sparsity
-from tests.optim.gpu import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    PENALISED,
-    PENALTIES,
-    assert_near,
-    capture,
-    fill_rates,
-    give_gradients,
-    gradients_of,
-    make_twins,
-    no_syncs,
-    on_gpu,
-    put_rates,
-    refill,
-    step_both,
-)
+from tests.optim import gpu
+from tests.optim.gpu import BF16, F16, F32, F64, PENALISED, PENALTIES
 from tests.optim.stepping import CLASSES
 from tests.penalties.cases import make_norm, make_params
 
@@ -36,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("name", CLASSES)
 def test_kernels_end_with_the_references_prox_and_wait_for_nothing(name, penalty, dtype):
-    twins = make_twins(name, dtype, penalty)
-    put_rates(*twins)
+    twins = gpu.make_twins(name, dtype, penalty)
+    gpu.put_rates(*twins)
     for step, lr in enumerate([0.05, 0.05, 0.02]):
-        fill_rates(twins, lr)
-        step_both(*twins, step, waits=step == 0)
+        gpu.fill_rates(twins, lr)
+        gpu.step_both(*twins, step, waits=step == 0)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -55,24 +38,24 @@ def test_replays_read_norms_anew(name):
         gammas = {"params": [norm.weight for norm in norms], "locality": None}
         return getattr(optim, name)([{"params": values, "penalty": penalties}, gammas], **PENALISED[name], **options)
 
-    ours, reference = twins = make(on_gpu(params), on_device), make(params, norms, fused=False)
+    ours, reference = twins = make(gpu.on_gpu(params), on_device), make(params, norms, fused=False)
 
     def reference_step():
         with loco_ext.backend("native"):  # Triton has no kernels for its tensors
             reference.step()
 
     for step in range(2):
-        give_gradients(*twins, step)
-        with no_syncs() if step else contextlib.nullcontext():
+        gpu.give_gradients(*twins, step)
+        with gpu.no_syncs() if step else contextlib.nullcontext():
             ours.step()
         reference_step()
-        assert_near(*twins)
-    gradients, graph = gradients_of(ours), capture(ours)
+        gpu.assert_near(*twins)
+    gradients, graph = gpu.gradients_of(ours), gpu.capture(ours)
     for step in range(2, 5):
         for norm in (*norms, *on_device):
             norm.running_var.mul_(2.0)
-        refill(gradients, reference, step)
-        with no_syncs():
+        gpu.refill(gradients, reference, step)
+        with gpu.no_syncs():
             graph.replay()
         reference_step()
-        assert_near(*twins)
+        gpu.assert_near(*twins)

@@ -101,25 +101,19 @@ def train_checkpointed(model, optimizer, data, reentrant) -> None:
         optimizer.step()
 
 
-def train_compiled(model, optimizer, data) -> None:
-    train(torch.compile(model, backend="eager"), optimizer, data)
-
-
 def train_in(context, model, optimizer, data) -> None:
     with context():
         train(model, optimizer, data)
 
 
-def train_channels_last(model, optimizer, data) -> None:
-    train(model, optimizer, [(x.contiguous(memory_format=torch.channels_last), y) for x, y in data])
-
-
 LOOPS = {
-    "compiled": train_compiled,
+    "compiled": lambda model, *rest: train(torch.compile(model, backend="eager"), *rest),
     "checkpointed": partial(train_checkpointed, reentrant=False),
     "checkpointed, reentrant": partial(train_checkpointed, reentrant=True),
     "autocast": partial(train_in, partial(torch.autocast, "cpu", dtype=torch.bfloat16)),
-    "channels last": train_channels_last,
+    "channels last": lambda model, optimizer, data: train(
+        model, optimizer, [(x.contiguous(memory_format=torch.channels_last), y) for x, y in data]
+    ),
     "reference": partial(train_in, partial(ops.backend, "reference")),
 }
 

@@ -15,7 +15,16 @@ from torch import nn
 import loco_ext
 from loco_ext import optim, sparsity
 from tests.covering import slow
-from tests.optim.stepping import CLASSES, LAYOUTS, assert_same, compare_step, nearly, params_of, through_a_file
+from tests.optim.stepping import (
+    CLASSES,
+    LAYOUTS,
+    assert_same,
+    compare_step,
+    nearly,
+    params_of,
+    through_a_file,
+    torch_loop,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,16 +67,14 @@ class Life:
         values = [self.normal(shape) for shape in SHAPES]
         half = self.random.randrange(1, len(values))
         self.ours, self.theirs = (self.make(name, values, half, ours) for ours in (True, False))
-        self.hooks = []
 
     def make(self, name, values, half, ours):
         params = [nn.Parameter(value.clone()) for value in values]
         groups = [{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.1}]
-        options = {"momentum": 0.9} if name == "SGD" else {"eps": 1e-3}
-        if not ours and self.by_kernel:
-            return getattr(optim, name)(groups, lr=0.01, fused=False, **options)
-        flags = {} if ours else {"foreach": False, "fused": False}
-        return getattr(optim if ours else torch.optim, name)(groups, lr=0.01, **flags, **options)
+        options = {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {"eps": 1e-3})
+        if ours or self.by_kernel:
+            return getattr(optim, name)(groups, **options, fused=None if ours else False)
+        return torch_loop(name, groups, **options)
 
     def both(self):
         return self.ours, self.theirs
@@ -192,12 +199,12 @@ def step_by_reference(life):
 def step_with_hooks(life):
     life.set_gradients()
 
-    def hooked(optimizer):
-        @torch.no_grad()
-        def double(optimizer, *_):
-            for p in params_of(optimizer):
-                p.grad = None if p.grad is None else 2 * p.grad
+    @torch.no_grad()
+    def double(optimizer, *_):
+        for p in params_of(optimizer):
+            p.grad = None if p.grad is None else 2 * p.grad
 
+    def hooked(optimizer):
         handles = [optimizer.register_step_pre_hook(double), optimizer.register_step_post_hook(double)]
         optimizer.step()
         for handle in handles:
@@ -362,28 +369,10 @@ def copy_optimizers(life):
 
 ACTIONS = [
     *[step] * 4,
-    step_with_the_same_gradients,
-    step_with_closure,
-    step_by_scaler,
-    step_by_reference,
-    step_with_hooks,
-    step_under_another_default,
-    clear_gradients,
-    freeze,
-    replace_data,
-    change_kernel_size,
-    change_dtype,
-    swap_tensors,
-    replace_parameter,
-    add_group,
-    set_options,
-    set_implementation,
-    set_ours,
-    replace_states,
-    forget_a_state,
-    reload_from_file,
-    exchange_checkpoints,
-    copy_optimizers,
+    *(step_with_the_same_gradients, step_with_closure, step_by_scaler, step_by_reference, step_with_hooks),
+    *(step_under_another_default, clear_gradients, freeze, replace_data, change_kernel_size, change_dtype),
+    *(swap_tensors, replace_parameter, add_group, set_options, set_implementation, set_ours, replace_states),
+    *(forget_a_state, reload_from_file, exchange_checkpoints, copy_optimizers),
 ]
 
 

@@ -20,7 +20,6 @@ from tests.optim.stepping import (
     make_params,
     pair,
     params_of,
-    torch_loop,
     train,
 )
 from tests.tolerances import same_bits
@@ -68,13 +67,6 @@ def test_positional_arguments_mean_what_they_mean_in_torch(name, arguments):
     params = make_params()
     theirs = getattr(torch.optim, name)(clones(params), *arguments, foreach=False)
     follow(getattr(optim, name)(params, *arguments), theirs)
-
-
-def test_named_parameters_are_taken():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2))
-    ours = optim.SGD(model.named_parameters(), lr=0.5)
-    assert ours.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    follow(ours, torch_loop("SGD", clones(model.parameters()), lr=0.5))
 
 
 @pytest.mark.parametrize("name", CLASSES)
