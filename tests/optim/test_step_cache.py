@@ -356,10 +356,10 @@ def test_another_pattern_of_as_many_blocks_has_its_own_map():
 
 
 def two_that_have_stepped(name):
-    """Return two equal pairs of model and optimizer, whose next gradients are set."""
+    """Return two equal pairs of model and optimizer that have repeated a cached step; their next gradients are set."""
     pairs = make(name), make(name)
     for _, optimizer in pairs:
-        for _ in range(3):
+        for _ in range(4):
             set_gradients(optimizer)
             optimizer.step()
         assert all(batch._cached is not None for batch in optimizer._cache.batches)
