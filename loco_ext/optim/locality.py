@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -28,15 +28,22 @@ def as_tuples(locality: Any) -> Any:
     return [tuple(entry) if isinstance(entry, list) else entry for entry in locality]
 
 
-def check_locality(locality: object, count: int) -> None:
-    """Raise TypeError or ValueError unless ``locality`` suits a group of ``count`` parameters."""
-    if isinstance(locality, list):
-        if len(locality) != count:
-            raise ValueError(f"locality: expected a list of {count} entries, one per parameter, got {len(locality)}")
-        for i, entry in enumerate(locality):
-            check_factors(f"locality[{i}]", entry)
-    else:
-        check_factors("locality", locality)
+def entries_of(name: str, option: Any, params: Sequence[Tensor], check: Callable[[str, object], None]) -> list[Any]:
+    """Return a group's option for each parameter: the entry of a list, else the option itself or None.
+
+    An option that is no list applies to the parameters that look like convolution weights.
+
+    Raises:
+        TypeError, ValueError: the list has another length, or ``check(name, entry)`` raises.
+    """
+    if not isinstance(option, list):
+        check(name, option)
+        return [option if looks_like_convolution(param) else None for param in params]
+    if len(option) != len(params):
+        raise ValueError(f"{name}: expected a list of {len(params)} entries, one per parameter, got {len(option)}")
+    for i, entry in enumerate(option):
+        check(f"{name}[{i}]", entry)
+    return option
 
 
 def check_factors(name: str, factors: object) -> None:
@@ -57,6 +64,9 @@ def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | No
     A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15,
     more than one tap; and to the blocks of locally connected layers. A list names each parameter's factors, so that any
     kernel may have a map. Kernels of an even size have no centre and stay uniform.
+
+    Raises:
+        TypeError, ValueError: ``locality`` does not suit these parameters.
     """
     shared: dict[tuple[tuple[int, ...], Factors], Tensor] = {}
 
@@ -92,18 +102,15 @@ def _kernel_size(param: Tensor) -> tuple[int, ...]:
     return tuple(param.shape[2:]) if pattern is None or pattern.conv is None else pattern.conv.kernel_size
 
 
-def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors | None]:
-    if locality is None:
-        return [None] * len(params)
-    if isinstance(locality, tuple):
-        return [locality if looks_like_convolution(param) else None for param in params]
-    for i, (param, factors) in enumerate(zip(params, locality, strict=True)):
+def _entries(params: Sequence[Tensor], locality: Locality) -> list[Factors | None]:
+    entries = entries_of("locality", locality, params, check_factors)
+    for i, (param, factors) in enumerate(zip(params, entries, strict=True)):
         if factors is not None and not 3 <= param.dim() <= 5:
             raise ValueError(
                 f"locality[{i}]: expected None for a parameter that is no convolution weight (3 to 5 dimensions), "
                 f"got {factors!r} for shape {tuple(param.shape)}"
             )
-    return locality
+    return entries
 
 
 def looks_like_convolution(param: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from loco_ext.ops import LayerPenalty, StepPenalty
-from loco_ext.optim.locality import looks_like_convolution
+from loco_ext.optim.locality import entries_of
 from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 from loco_ext.penalties.folded import FoldedFactors
 
@@ -81,15 +81,8 @@ def step_penalties(
 
 
 def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]:
-    if isinstance(penalty, list):
-        if len(penalty) != len(params):
-            raise ValueError(f"penalty: expected a list of {len(params)} entries, one a parameter, got {len(penalty)}")
-        for i, entry in enumerate(penalty):
-            check_penalty(f"penalty[{i}]", entry)
-        return penalty
-    check_penalty("penalty", penalty)
-    entries = [penalty if looks_like_convolution(param) else None for param in params]
-    if params and not any(entries):
+    entries = entries_of("penalty", penalty, params, check_penalty)
+    if isinstance(penalty, Penalty) and params and not any(entries):
         raise ValueError(
             "penalty: expected a group with convolution weights (3 to 5 dimensions, sizes up to 15, more than one "
             f"tap), got shapes {[tuple(param.shape) for param in params[:4]]}; a list names each its own"
