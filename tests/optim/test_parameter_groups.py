@@ -22,6 +22,7 @@ class Transformer(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.embedding = nn.Embedding(11, 8)
         self.attention = nn.MultiheadAttention(8, 2)
+        self.loose = nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True, kdim=3, vdim=5)
         self.norm = nn.LayerNorm(8)
 
 
@@ -53,9 +54,18 @@ def test_only_convolutions_get_a_locality_whatever_shape_others_have():
     convolutions, decayed, plain = names(model, optim.parameter_groups(model, 0.1, locality=LOCALITY))
     assert convolutions == ["patches.weight"]
     attention = {"attention.in_proj_weight", "attention.out_proj.weight"}
-    assert set(decayed) == {*attention, "embedding.weight", "position", "token"}
+    loose = {f"loose.{name}" for name in ("k_proj_weight", "q_proj_weight", "v_proj_weight", "out_proj.weight")}
+    assert set(decayed) == {*attention, *loose, "embedding.weight", "position", "token"}
     attention = {"attention.in_proj_bias", "attention.out_proj.bias"}
-    assert set(plain) == {*attention, "norm.bias", "norm.weight", "patches.bias", "scale"}
+    assert set(plain) == {
+        *attention,
+        "loose.bias_k",
+        "loose.bias_v",
+        "norm.bias",
+        "norm.weight",
+        "patches.bias",
+        "scale",
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,13 +84,6 @@ def test_every_kind_of_convolution_decays_by_its_map(convolution):
     torch.testing.assert_close(
         decay[(..., *corner)] / decay[(..., *centre)], torch.full(decay.shape[:2], factor).double()
     )
-
-
-def test_attention_with_loose_projections_and_biases_is_split_by_shape_and_name():
-    attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=3, vdim=5)
-    decayed, plain = names(attention, optim.parameter_groups(attention, 0.1))
-    assert sorted(decayed) == ["k_proj_weight", "out_proj.weight", "q_proj_weight", "v_proj_weight"]
-    assert sorted(plain) == ["bias_k", "bias_v", "in_proj_bias", "out_proj.bias"]
 
 
 def test_layers_have_localities_of_their_own_in_one_group():
