@@ -12,6 +12,7 @@ from loco_ext import optim
 from tests.covering import covering
 from tests.optim.stepping import (
     CLASSES,
+    LAYOUTS,
     LOCALITY,
     RICH,
     assert_same,
@@ -26,12 +27,6 @@ from tests.optim.stepping import (
 from tests.tolerances import same_bits
 
 OWN = {"locality": LOCALITY, "state_dtype": torch.float32, "stochastic_rounding": 5}
-
-
-def channels_last(params):
-    return [
-        nn.Parameter(p.detach().clone(memory_format=torch.channels_last)) if p.dim() == 4 else p for p in clones(params)
-    ]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -79,7 +74,8 @@ def test_an_nchw_checkpoint_in_a_channels_last_model_goes_on_as_before(name):
     shapes = [(4, 3, 3, 3), (2, 5, 5, 5), (6,)]
     nchw = getattr(optim, name)(make_params(shapes), **RICH[name], locality=LOCALITY)
     train(nchw, 3)
-    nhwc = getattr(optim, name)(channels_last(params_of(nchw)), **RICH[name], locality=LOCALITY)
+    channels_last = [nn.Parameter(LAYOUTS["channels_last"](p.detach())) for p in params_of(nchw)]
+    nhwc = getattr(optim, name)(channels_last, **RICH[name], locality=LOCALITY)
     nhwc.load_state_dict(through_a_file(nchw.state_dict()))
     for p in params_of(nhwc):
         assert p.dim() != 4 or not p.is_contiguous()
@@ -142,17 +138,6 @@ def test_loading_into_a_group_with_another_state_dtype_follows_the_loaded_option
     second.load_state_dict(first.state_dict())
     assert second.param_groups[0]["state_dtype"] is None
     assert {second.state[p]["momentum_buffer"].dtype for p in params_of(second)} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(name):
-    ours = getattr(optim, name)(make_params(), **RICH[name], locality=LOCALITY)
-    train(ours, 2)
-    before = copy.deepcopy(ours.state_dict())
-    other = getattr(optim, name)(make_params([(3,)]), **RICH[name])
-    with pytest.raises(ValueError, match="group"):
-        ours.load_state_dict(other.state_dict())
-    assert str(ours.state_dict()) == str(before)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -222,23 +207,18 @@ def test_a_damaged_state_is_named_and_nothing_changes(name):
         bad = {**saved, "state": {**saved["state"], 1: saved["state"][1] | {key: value}}}
         with pytest.raises(error, match=re.escape(f"state[1]['{key}']: {said}")):
             ours.load_state_dict(bad)
+    for lost in ("step", "exp_avg", "exp_avg_sq") if "step" in saved["state"][1] else ():
+        rest = {key: value for key, value in saved["state"][1].items() if key != lost}
+        with pytest.raises(ValueError, match=rf"state\[1\]: expected step, .*, got one without {lost}"):
+            ours.load_state_dict({**saved, "state": {**saved["state"], 1: rest}})
+    with pytest.raises(ValueError, match="group"):
+        ours.load_state_dict(getattr(optim, name)(make_params([(3,)])).state_dict())
     for bad, said in (({**saved, "state": []}, "state: "), ({**saved, "state": {1: []}}, "state[1]: ")):
         with pytest.raises(TypeError, match=re.escape(f"{said}expected a dict")):
             ours.load_state_dict(bad)
     assert str(ours.state_dict()) == str(saved)
     saved["state"][1][moments[0]].fill_(torch.nan)  # training that diverges saves such states
     ours.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("lost", ["step", "exp_avg", "exp_avg_sq"])
-def test_adams_state_is_whole_or_refused(lost):
-    ours = optim.Adam(make_params())
-    train(ours, 2)
-    saved = copy.deepcopy(ours.state_dict())
-    parts = {key: value for key, value in saved["state"][1].items() if key != lost}
-    with pytest.raises(ValueError, match=rf"state\[1\]: expected step, exp_avg, exp_avg_sq, got one without {lost}"):
-        ours.load_state_dict({**saved, "state": {**saved["state"], 1: parts}})
-    assert str(ours.state_dict()) == str(saved)
 
 
 @pytest.mark.parametrize("name", CLASSES)
