@@ -174,10 +174,10 @@ def test_the_gradient_takes_little_memory(monkeypatch):
 
 
 def growth_in_backward() -> dict[str, float] | None:
-    """Return the peak memory of a backward as a multiple of the values' size: 64 MiB of values, parts of 8 MiB."""
-    layer = LocallyConnected2d(16, 16, 3, padding=1, input_size=16).grow(16)
+    """Return the peak memory of a backward as a multiple of the values' size: 256 MiB of values, parts of 8 MiB."""
+    layer = LocallyConnected2d(32, 32, 3, padding=1, input_size=16).grow(16)
     optimizer = optim.SGD(layer.parameters(), lr=0.1)
-    x = torch.randn(2, 16, 16, 16).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 32, 16, 16).to(memory_format=torch.channels_last)
     steps = optim.step_in_backward(optimizer, layer)
     extra = {}
     for name in ("in backward", "ordinary"):
