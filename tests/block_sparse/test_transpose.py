@@ -189,13 +189,15 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
 
 LAYERS = {
     "1d": lambda dtype: LocallyConnected1d(3, 4, 3, input_size=7, dtype=dtype),
-    "2d": lambda dtype: LocallyConnected2d(3, 4, 3, padding=1, input_size=(5, 3), dtype=dtype),
-    "3d, groups": lambda dtype: LocallyConnected3d(4, 6, 2, groups=2, input_size=(3, 2, 4), dtype=dtype),
+    "2d": lambda dtype: LocallyConnected2d(3, 4, 3, padding=1, input_size=(4, 3), dtype=dtype),
+    "3d, groups": lambda dtype: LocallyConnected3d(4, 6, 2, groups=2, input_size=(3, 2, 3), dtype=dtype),
     "depthwise": lambda dtype: LocallyConnected2d(5, 5, 3, groups=5, input_size=(4, 4), dtype=dtype),
+    "1 channel": lambda dtype: LocallyConnected2d(1, 1, 3, padding=1, input_size=3, dtype=dtype),
+    "1 pixel": lambda dtype: LocallyConnected2d(4, 3, 3, padding=1, input_size=1, dtype=dtype),
 }
 
 
-def expected(layer: torch.nn.Module, x: Tensor, grad: Tensor, second: bool) -> list[Tensor]:
+def expected(layer: torch.nn.Module, x: Tensor, grad: Tensor, second: bool = False) -> list[Tensor]:
     """Return the output, the gradients and theirs in float64, from the reference."""
     layer, x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
     leaves = (x, *layer.parameters())
@@ -218,15 +220,20 @@ def sizes(layer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return (layer.pattern.n_in, layer.in_channels), (layer.pattern.n_out, layer.out_channels)
 
 
-@pytest.mark.parametrize("batch", [2, 0])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "batch"), [("1d", 2), ("3d, groups", 2), ("depthwise", 2), ("2d", 0), ("1 channel", 2), ("1 pixel", 2)]
+)
 def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(interpreter_process, name, batch):
+    """Images of one channel or one pixel, or without a sample, are not transposed at all."""
     layer = LAYERS[name](F64)
     x, grad = images(layer, batch, F64)
     ((found, forward, backward),) = loaded(interpreter_process.submit(train, saved([(layer, x, grad, None)])).result())
     for one, other in zip(found, expected(layer, x, grad, second=True), strict=True):
         torch.testing.assert_close(one, other)
     assert found[0].stride() == x.new_empty(found[0].shape).stride()
+    if name in ("1 channel", "1 pixel"):
+        assert (forward[0], backward) == ([], ([], []))
+        return
     assert found[1].stride() == x.stride()
     if batch:
         (n_in, c_in), (n_out, c_out) = sizes(layer)
@@ -234,13 +241,13 @@ def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(i
         assert backward == ([((2, n_out, c_out), F64), ((2, c_in, n_in), F64)], [])
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["2d", "depthwise"])
 def test_under_autocast_the_kernel_casts(interpreter_process, name):
     layer = LAYERS[name](F32)
     x, grad = images(layer, 2, F32)
     ((found, forward, backward),) = loaded(interpreter_process.submit(train, saved([(layer, x, grad, F16)])).result())
     assert [t.dtype for t in found] == [F16, F32, F32, F32]
-    for one, other in zip(found, expected(layer, x, grad, second=False), strict=True):
+    for one, other in zip(found, expected(layer, x, grad), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-2, atol=2e-2)
     assert found[1].stride() == x.stride()
     (n_in, c_in), (n_out, c_out) = sizes(layer)
@@ -252,26 +259,15 @@ def test_under_autocast_the_kernel_casts(interpreter_process, name):
 def test_images_in_channels_last_are_not_transposed(interpreter_process, autocast):
     layer = LAYERS["2d"](F32)
     x, grad = (t.contiguous(memory_format=torch.channels_last) for t in images(layer, 2, F32))
-    (found, forward, backward), (others, _, _) = loaded(
-        interpreter_process.submit(
-            train, saved([(layer, x, grad, autocast), (layer, x.contiguous(), grad.contiguous(), autocast)])
-        ).result()
+    ((found, forward, backward),) = loaded(
+        interpreter_process.submit(train, saved([(layer, x, grad, autocast)])).result()
     )
-    assert all(same_bits(*pair) for pair in zip(found, others, strict=True))
+    tolerance = {"rtol": 1e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-4}
+    for one, other in zip(found, expected(layer, x, grad, second=autocast is None), strict=True):
+        torch.testing.assert_close(one.double(), other, **tolerance)
     assert found[0].is_contiguous(memory_format=torch.channels_last)
     assert forward == ([], [(x.transpose(1, 3).flatten(1, 2).shape, F16)] if autocast else [])
     assert backward == ([], [(x.transpose(1, 3).flatten(1, 2).shape, F32)] if autocast else [])
-
-
-@pytest.mark.parametrize(("channels_in", "channels_out", "size"), [(1, 1, 3), (4, 3, 1)], ids=["1 channel", "1 pixel"])
-def test_images_of_one_channel_or_one_pixel_are_not_transposed(interpreter_process, channels_in, channels_out, size):
-    layer = LocallyConnected2d(channels_in, channels_out, 3, padding=1, input_size=size, dtype=F64)
-    x, grad = images(layer, 2, F64)
-    ((found, forward, backward),) = loaded(interpreter_process.submit(train, saved([(layer, x, grad, None)])).result())
-    for one, other in zip(found, expected(layer, x, grad, second=True), strict=True):
-        torch.testing.assert_close(one, other)
-    assert found[0].stride() == x.new_empty(found[0].shape).stride()
-    assert (forward[0], backward) == ([], ([], []))
 
 
 # ---- where torch copies, as before
@@ -284,15 +280,11 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     monkeypatch.setattr(block_sparse, "_LEAST_TRANSPOSED", 0)
 
 
-def test_the_kernel_would_be_called(gpu_kernels):
-    layer = LAYERS["2d"](F32)
-    with pytest.raises(NotImplementedError, match="block_sparse_transposed"):
-        layer(images(layer, 2, F32)[0])
-
-
 def test_small_activations_are_copied_by_torch(gpu_kernels, monkeypatch):
     layer = LAYERS["2d"](F32)
     x, grad = images(layer, 2, F32)
+    with pytest.raises(NotImplementedError, match="block_sparse_transposed"):
+        layer(x)
     monkeypatch.setattr(block_sparse, "_LEAST_TRANSPOSED", max(x.numel(), grad.numel()) + 1)
     torch.autograd.grad(layer(x), layer.weight, grad)
 
@@ -307,7 +299,7 @@ def test_compilers_and_exporters_get_torchs_copy(gpu_kernels, monkeypatch):
     image = x.detach().contiguous(memory_format=torch.channels_last)
     assert "aten::clone" in str(torch.jit.trace(block_sparse.contiguous, image, check_trace=False).graph)
     monkeypatch.undo()
-    for one, other in zip(found, expected(layer, x, grad, second=False)[1:3], strict=True):
+    for one, other in zip(found, expected(layer, x, grad)[1:3], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
@@ -324,7 +316,7 @@ def derivatives_with_gpu_kernels(data: bytes) -> bytes:
 
 
 def test_transforms_go_through(interpreter_process):
-    layer = LAYERS["2d"](F64)
+    layer = LocallyConnected2d(2, 1, 2, input_size=(2, 3), dtype=F64)
     x, _ = images(layer, 2, F64)
     found = loaded(interpreter_process.submit(derivatives_with_gpu_kernels, saved((layer, x))).result())
     with loco_ext.backend("reference"):

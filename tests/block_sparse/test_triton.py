@@ -26,6 +26,7 @@ from tests.block_sparse.cases import (
     TRITON_CASES,
     Case,
     Problem,
+    assert_only_readers_are_not_finite,
     channels_first,
     dense_results,
     in_wider_rows,
@@ -169,10 +170,9 @@ def interpreter(interpreter_process: ProcessPoolExecutor) -> Interpreter:
 
 
 def make_call(problem: Problem, dtype: torch.dtype, **settings: Any) -> Call:
-    x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))
     pattern = problem.pattern
     by_output = pattern.crow_indices, pattern.col_indices
-    return Call(x, values, bias, grad, by_output, tuple(pattern.transpose()), **settings)
+    return Call(*problem.operands(dtype), by_output, tuple(pattern.transpose()), **settings)
 
 
 def assert_is_dense(problem: Problem, results: tuple[Tensor, ...], dtype: torch.dtype) -> None:
@@ -195,16 +195,16 @@ def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
         assert_sum_of_products(result, expected, sizes)
 
 
-# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ only by kernel.
-EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", "odd groups", "depthwise", "no entries")
+# Tiles, accumulators and loads, which depend on the dtype, differ only by kernel.
+ORDINARY = ("not a multiple of anything", "few channels, not whole vectors", "no entries")
+EVERY_DTYPE = ("odd groups", "depthwise")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        (name, dtype) if name in EVERY_DTYPE else slow((name, dtype))
-        for name, dtype in itertools.product(TRITON_CASES, [F64, F32, F16])
-        if dtype == F32 or name in EVERY_DTYPE
+        *itertools.product(EVERY_DTYPE, [F64, F32, F16]),
+        *((name, F32) if name in ORDINARY else slow((name, F32)) for name in TRITON_CASES if name not in EVERY_DTYPE),
     ],
     ids=str,
 )
@@ -227,8 +227,11 @@ def test_tiles_come_together(interpreter, case, dtype):
     assert_is_dense(problem, *interpreter.results(make_call(problem, dtype, most=SMALL)), dtype)
 
 
-@pytest.mark.parametrize("case", [Case(20, 1, 5, 6, 6, 7), Case(3, 6, 1, 1, 6, 7)], ids=str)
-@pytest.mark.parametrize("blocks", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("case", "blocks"),
+    [(Case(20, 1, 5, 6, 6, 7), 1), (Case(20, 1, 5, 6, 6, 7), 2), (Case(3, 6, 1, 1, 6, 7), 2)],
+    ids=str,
+)
 def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
     problem = make_problem(case, F32)
     assert problem.live.sum(1).unique().numel() > 2
@@ -261,18 +264,20 @@ def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, m
     assert_is_dense(problem, *interpreter.results(call), dtype)
 
 
-@pytest.mark.parametrize("case", [Case(35, 1, 20, 37, 3, 3, 1.0), Case(1, 1, 4, 5, 1, 1, 1.0), Case(33, 3, 5, 2, 2, 3)])
-def test_small_layers_on_many_multiprocessors(interpreter, case):
+@pytest.mark.parametrize(
+    ("case", "tf32"),
+    [(Case(35, 1, 20, 37, 2, 3, 1.0), True), (Case(1, 1, 4, 5, 1, 1, 1.0), False), (Case(33, 3, 5, 2, 2, 3), False)],
+    ids=str,
+)
+def test_small_layers_on_many_multiprocessors(interpreter, case, tf32):
     problem = make_problem(case, F32)
     gpu = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
-    calls = [make_call(problem, F32, gpu=gpu, tf32=tf32) for tf32 in (False, True)]
-    for results in interpreter.results(*calls):
-        assert_is_dense(problem, results, F32)
+    assert_is_dense(problem, *interpreter.results(make_call(problem, F32, gpu=gpu, tf32=tf32)), F32)
 
 
-@pytest.mark.parametrize("name", ["not a multiple of anything", "odd groups", "depthwise", "no entries"])
+@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
 def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(interpreter, name):
-    problem = make_problem(CASES[name], F16)
+    problem = make_problem(TRITON_CASES[name], F16)
     call = make_call(problem, F16)
     wide = replace(call, values=call.values.float() * (1 + 2.0**-13))  # rounds to what it was
     assert same_bits(wide.values.half(), call.values)
@@ -284,15 +289,9 @@ def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are
     assert_sum_of_products(grad_values, dense_results(problem)[2], sizes_of_terms(problem)[2])
 
 
-def test_without_a_bias(interpreter):
-    for case in (TRITON_CASES["several entries"], CASES["depthwise"]):
-        call = replace(make_call(make_problem(case, F32), F32), bias=None)
-        assert_is_reference(call, *interpreter.results(call))
-
-
 LAYOUTS = {
     "odd groups": (spread, channels_first),
-    "depthwise": (shifted, channels_first, in_wider_rows),
+    "depthwise": (shifted, in_wider_rows),
     "rgb": (shifted,),
     "even groups": (in_wider_rows,),
 }
@@ -301,8 +300,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_change_nothing(interpreter, name):
     """Layouts are those that the operator passes on: adjacent channels of a pixel, contiguous blocks and bias."""
-    problem = make_problem(CASES[name], F32)
-    call = make_call(problem, F32)
+    call = make_call(make_problem(TRITON_CASES[name], F32), F32)
     calls = []
     for layout in LAYOUTS[name]:
         x, grad = (ops.block_sparse._adjacent(layout(t)) for t in (call.x, call.grad))
@@ -314,29 +312,20 @@ def test_layouts_change_nothing(interpreter, name):
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise"])
-def test_expanded_operands(interpreter, name):
-    call = make_call(make_problem(CASES[name]), F64)
-    call = replace(call, x=call.x[:1].expand_as(call.x), grad=call.grad[:, :1].expand_as(call.grad))
-    assert_is_reference(call, *interpreter.results(call))
-
-
-@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
-def test_negated_operands(interpreter, name):
-    call = make_call(make_problem(CASES[name]), F64)
+def test_expanded_and_negated_operands_without_a_bias(interpreter, name):
+    call = make_call(make_problem(TRITON_CASES[name]), F64)
     x, grad, values = (torch.complex(t, -t).conj().imag for t in (call.x, call.grad, call.values))
     assert x.is_neg()
-    call = replace(call, x=x, grad=grad, values=values)
-    assert_is_reference(call, *interpreter.results(call))
+    calls = [
+        replace(call, x=call.x[:1].expand_as(call.x), grad=call.grad[:, :1].expand_as(call.grad)),
+        replace(call, x=x, grad=grad, values=values, bias=None),
+    ]
+    for each, results in zip(calls, interpreter.results(*calls), strict=True):
+        assert_is_reference(each, results)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "dtype"),
-    [
-        ("several entries", torch.inf, F32),
-        ("depthwise, whole vectors", torch.nan, F16),
-        ("not a multiple of anything", torch.nan, F32),
-    ],
-    ids=str,
+    ("name", "value", "dtype"), [("depthwise", torch.nan, F16), ("not a multiple of anything", torch.inf, F32)], ids=str
 )
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(interpreter, name, value, dtype):
     problem = make_problem(TRITON_CASES[name], dtype)
@@ -344,9 +333,7 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(interpreter, na
     pixel = problem.live.sum(0).argmax()
     call.x[1, pixel] = value
     ((y, _, values),) = interpreter.results(call)
-    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
-    touched[1] = problem.live[:, pixel]
-    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+    assert_only_readers_are_not_finite(y, problem.live, pixel)
     touched = problem.live.nonzero()[:, 1] == pixel
     assert torch.equal(~values.isfinite(), touched[:, None, None, None].expand_as(values))
 
@@ -370,57 +357,47 @@ def test_blocks_beyond_the_2_to_the_31st_number(interpreter, depth):
 # ---- the choice of the backend
 
 
-def test_gpus_run_triton():
+def test_gpus_run_triton_and_the_cpu_does_not():
     assert backends.missing("block_sparse", "triton", "cuda") is None
     assert backends.choose("block_sparse", torch.device("cuda")) == "triton"
     for name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"loco_ext::{name}", "CUDA")
-
-
-def test_tensors_on_the_cpu_are_refused():
     problem = make_problem(CASES["convolution"])
-    with (
-        loco_ext.backend("triton"),
-        pytest.raises(RuntimeError, match="block_sparse has no triton kernel for cpu"),
-    ):
+    refused = pytest.raises(RuntimeError, match="block_sparse has no triton kernel for cpu")
+    with loco_ext.backend("triton"), refused:
         ops.block_sparse_matmul(problem.x, problem.values, problem.pattern)
 
 
-def test_without_the_library_the_kernels_are_called_directly(monkeypatch):
-    called: list[str] = []
-    monkeypatch.setattr(backends, "library", None)
-    monkeypatch.setattr(backends, "choose", lambda *_: "triton")
-    kernels = {
-        name: lambda *arguments, name=name: called.append(name) or getattr(reference, name)(*arguments)
-        for name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient")
-    }
+@pytest.fixture
+def called(monkeypatch) -> list[tuple[str, torch.dtype, torch.dtype]]:
+    """Run the reference in place of the Triton kernels, without the library; return the names and dtypes of calls."""
     from loco_ext.triton_kernels import block_sparse
 
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(block_sparse, name, kernel)
-    problem = make_problem(CASES["convolution"])
-    operands = [t.requires_grad_() for t in (problem.x, problem.values)]
-    y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
-    torch.autograd.grad(y, operands, problem.grad)
-    assert called == list(kernels)
-
-
-@pytest.mark.parametrize("cast", [torch.bfloat16, F16], ids=str)
-def test_autocast_leaves_values_to_the_kernels(monkeypatch, cast):
-    called: list[tuple[str, torch.dtype, torch.dtype]] = []
+    calls: list[tuple[str, torch.dtype, torch.dtype]] = []
     monkeypatch.setattr(backends, "library", None)
     monkeypatch.setattr(backends, "choose", lambda *_: "triton")
-    from loco_ext.triton_kernels import block_sparse
-
-    for name in ("matmul", "input_gradient", "value_gradient_float32"):
+    for name in ("matmul", "input_gradient", "value_gradient", "value_gradient_float32"):
         kernel = getattr(reference, f"block_sparse_{name}")
 
         def record(first, second, *rest, name=name, kernel=kernel):
-            called.append((name, first.dtype, second.dtype))
+            calls.append((name, first.dtype, second.dtype))
             with torch.autocast("cpu", enabled=False):
                 return kernel(first, second, *rest)
 
         monkeypatch.setattr(block_sparse, f"block_sparse_{name}", record)
+    return calls
+
+
+def test_without_the_library_the_kernels_are_called_directly(called):
+    problem = make_problem(CASES["convolution"])
+    operands = [t.requires_grad_() for t in (problem.x, problem.values)]
+    y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
+    torch.autograd.grad(y, operands, problem.grad)
+    assert [name for name, *_ in called] == ["matmul", "input_gradient", "value_gradient"]
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, F16], ids=str)
+def test_autocast_leaves_values_to_the_kernels(called, cast):
     problem = make_problem(CASES["convolution"], cast)
     operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
     with torch.autocast("cpu", cast):

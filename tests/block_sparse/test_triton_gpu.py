@@ -2,8 +2,9 @@
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +18,17 @@ from loco_ext.ops import block_sparse
 from tests.block_sparse.cases import (
     CASES,
     FLOATS,
+    LAYOUTS,
     TRITON_CASES,
     Case,
     Problem,
-    channels_first,
+    assert_only_readers_are_not_finite,
     dense_results,
-    in_wider_rows,
     make_problem,
     results,
-    shifted,
     sizes_of_terms,
-    spread,
 )
+from tests.covering import covering
 from tests.tolerances import TF32, assert_sum_of_products, same_bits
 
 pytestmark = [
@@ -36,13 +36,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 
-LARGE = {
+EVERY = TRITON_CASES | {
+    **{name: CASES[name] for name in ("convolution", "one sample, whole vectors", "large batch")},
     "reference layer, small image": Case(250, 1, 64, 64, 36, 36, kernel=3),
     "256 channels": Case(70, 1, 256, 256, 9, 9, kernel=3),
     "large batch, groups": Case(1024, 4, 16, 32, 9, 9, kernel=3),
     "long rows": Case(17, 1, 20, 24, 7, 300),
 }
-EVERY = CASES | TRITON_CASES | LARGE
+
+
+def pairs(*axes: Iterable[Any]) -> list[Any]:
+    """Return combinations in which all values of every two axes meet, all of them ordinary tests."""
+    return [each.values for each in covering(*axes)]
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +58,13 @@ def _triton() -> Iterator[None]:
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPattern]:
     """Return ([x, values, bias, grad], pattern) on the GPU."""
-    operands = (problem.x, problem.values, problem.bias, problem.grad)
-    return [t.to("cuda", dtype) for t in operands], problem.pattern.to("cuda")
+    return [t.cuda() for t in problem.operands(dtype)], problem.pattern.to("cuda")
+
+
+def assert_is_dense(problem: Problem, found: tuple[Tensor, ...], dtype: torch.dtype, cut: float = 0.0) -> None:
+    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
+        assert actual.dtype == dtype
+        assert_sum_of_products(actual.cpu(), expected, sizes, cut)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -62,10 +72,7 @@ def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPat
 def test_results_are_those_of_a_dense_matrix(name, dtype):
     problem = make_problem(EVERY[name], dtype)
     operands, pattern = on_gpu(problem, dtype)
-    found = results(*operands, pattern)
-    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
-        assert actual.dtype == dtype
-        assert_sum_of_products(actual.cpu(), expected, sizes)
+    assert_is_dense(problem, results(*operands, pattern), dtype)
 
 
 @pytest.mark.parametrize("name", ["convolution", "100 channels", "reference layer, small image", "odd groups"])
@@ -73,24 +80,23 @@ def test_tf32_where_convolutions_use_it(name):
     problem = make_problem(EVERY[name], torch.float32)
     operands, pattern = on_gpu(problem, torch.float32)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
-        found = results(*operands, pattern)
-    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
-        assert_sum_of_products(actual.cpu(), expected, sizes, TF32)
+        assert_is_dense(problem, results(*operands, pattern), torch.float32, TF32)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
-@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "100 channels"])
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype"),
+    pairs(["convolution", "odd groups", "depthwise", "100 channels"], LAYOUTS, FLOATS),
+    ids=str,
+)
 def test_any_layout(name, layout, dtype):
     problem = make_problem(EVERY[name], dtype)
-    operands, pattern = on_gpu(problem, dtype)
-    found = results(*(layout(t.cpu()).cuda() for t in operands), pattern)
-    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
-        assert_sum_of_products(actual.cpu(), expected, sizes)
+    laid_out = [layout(t).cuda() for t in problem.operands(dtype)]
+    assert_is_dense(problem, results(*laid_out, problem.pattern.to("cuda")), dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["reference layer, small image", "depthwise", "100 channels"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), pairs(["reference layer, small image", "depthwise", "100 channels"], FLOATS), ids=str
+)
 def test_every_run_gives_the_same_bits(name, dtype):
     operands, pattern = on_gpu(make_problem(EVERY[name], dtype), dtype)
     expected = results(*operands, pattern)
@@ -101,18 +107,18 @@ def test_every_run_gives_the_same_bits(name, dtype):
         assert all(same_bits(*pair) for pair in zip(results(*operands, pattern), expected, strict=True))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["convolution", "depthwise, whole vectors", "not a multiple of anything"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "value"),
+    pairs(["convolution", "depthwise", "not a multiple of anything"], FLOATS, [torch.nan, torch.inf]),
+    ids=str,
+)
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(name, dtype, value):
     problem = make_problem(EVERY[name], dtype)
     pixel = problem.live.sum(0).argmax()
     problem.x[1, pixel] = value
     (x, values, bias, _), pattern = on_gpu(problem, dtype)
     y = ops.block_sparse_matmul(x, values, pattern, bias).cpu()
-    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
-    touched[1] = problem.live[:, pixel]
-    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+    assert_only_readers_are_not_finite(y, problem.live, pixel)
 
 
 def test_derivatives_of_first_and_second_order():
@@ -160,22 +166,26 @@ def test_no_memory_is_taken_but_for_results():
     assert more <= 0.01 * (x.nbytes + grad.nbytes) + 512 * len(kept)
 
 
-def test_a_training_step_compiles_into_one_graph():
-    problem = make_problem(CASES["convolution"], torch.float32)
-    operands, pattern = on_gpu(problem, torch.float32)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_training_step_compiles_into_one_graph(autocast):
+    operands, pattern = on_gpu(make_problem(CASES["convolution"], torch.bfloat16), torch.float32)
     leaves = [t.requires_grad_() for t in operands[:3]]
     pattern.transpose()
 
     def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return ops.block_sparse_matmul(x * 2, values, pattern, bias).sin().sum()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return ops.block_sparse_matmul(x * 2, values, pattern, bias).float().sin().sum()
 
     eager, compiled = (f(*leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")))
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in (eager, compiled)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["convolution", "depthwise", "odd groups", "reference layer, small image"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    pairs(["convolution", "depthwise", "odd groups"], [torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_autocast_computes_in_its_dtype_and_keeps_gradients_of_values_in_float32(name, dtype):
     problem = make_problem(EVERY[name], dtype)
     (x, values, bias, grad), pattern = on_gpu(problem, torch.float32)
@@ -188,22 +198,15 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_of_values_in_float32
     assert_sum_of_products(found[1].cpu(), dense_results(problem)[2], sizes_of_terms(problem)[2])
 
 
-def test_autocast_compiles_into_one_graph():
-    operands, pattern = on_gpu(make_problem(CASES["convolution"], torch.bfloat16), torch.float32)
-    leaves = [t.requires_grad_() for t in operands[:3]]
-    pattern.transpose()
-
-    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return ops.block_sparse_matmul(x, values, pattern, bias).float().sum()
-
-    eager, compiled = (f(*leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")))
-    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in (eager, compiled)))
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 1024), (2, 67, 131), (1, 16, 4096), (2, 1000, 3)], ids=str)
-@pytest.mark.parametrize("dtypes", [*zip(FLOATS, FLOATS, strict=True), *itertools.permutations(FLOATS[1:], 2)], ids=str)
-def test_transposing_copies_every_bit(dtypes, shape):
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    pairs(
+        [(3, 64, 1024), (2, 67, 131), (1, 16, 4096), (2, 1000, 3)],
+        [*zip(FLOATS, FLOATS, strict=True), *itertools.permutations(FLOATS[1:], 2)],
+    ),
+    ids=str,
+)
+def test_transposing_copies_every_bit(shape, dtypes):
     x = torch.randn(shape).to("cuda", dtypes[0]).transpose(1, 2)
     found = torch.ops.loco_ext.block_sparse_transposed(x, dtypes[1])
     assert found.is_contiguous()
