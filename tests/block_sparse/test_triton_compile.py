@@ -3,7 +3,6 @@
 The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
-import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ pytestmark = needs_compiler
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 KERNELS = ("product_kernel", "values_kernel", "depthwise_product_kernel", "depthwise_values_kernel")
 PRODUCTS = ("forward", "input gradient", "value gradient")
-TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"\bmma\.sync"}
 # Bytes of shared memory that a program may use; 89 and 120 are the smaller GPUs of their generations.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 AMD, AMD_SHARED_MEMORY = "gfx942", 64 << 10
@@ -166,37 +165,8 @@ def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_value
         module.block_sparse_value_gradient(x, grad, crow, col, layer.groups)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "arch"),
-    [
-        pytest.param(dtype, arch, marks=[] if arch == 90 and dtype == BF16 else pytest.mark.slow)
-        for dtype, arch in itertools.product([BF16, F16], CUDA)
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, dtype, arch):
-    needs_pipelines(arch)
-    launch = compiler.launch(product, REFERENCE, dtype, arch)
-    assert launch.form.samples == 256
-    # There, operands take registers, so that a product sums over half of the channels at a time.
-    assert launch.form.parts == (2 if arch == 80 and product != "value gradient" else 1)
-    assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
-    assert launch.count(TENSOR_CORES[arch]) > 0
-    assert launch.count(r"\bfma\.rn\.f32") == 0
-    assert unfenced(launch.compiled.asm["ptx"]) == 0
-    if launch.options["num_stages"] > 1:
-        # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers earlier.
-        assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
-        assert launch.count(COPIES.format(8)) >= 2
-        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch == 100
-    assert launch.count(r"st\.global\S*\.v4\.b32") > 0
-    assert launch.count(r"st\.global\S*\.b16") == 0
-    assert launch.resources["STACK"] == 0
-    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
-
-
 LAYERS = {
+    "reference": REFERENCE,
     "one sample": Layer(1, 64, 64),
     "rgb": Layer(64, 3, 64),
     "back to rgb": Layer(250, 64, 3),
@@ -210,7 +180,6 @@ LAYERS = {
     "depthwise": Layer(250, 1, 1, groups=64),
     "depthwise, odd": Layer(3, 1, 1, groups=33, odd=True),
 }
-UNLIKE = ("rgb", "256 channels", "large batch", "odd", "depthwise")  # they share no tile sizes
 ARITHMETIC = {
     "half": (BF16, False),
     "wide values": (BF16, False),
@@ -220,19 +189,53 @@ ARITHMETIC = {
 }
 
 
-# The other targets have as much shared memory as 90 or 120, or an amount in between; each option meets each of them.
-EVERYWHERE = covering(UNLIKE, ARITHMETIC, [80, 89, 100], PRODUCTS)
+def assert_two_programs_fit(launch: Launch, arch: int) -> None:
+    """Assert that two programs have enough shared memory and registers of a multiprocessor."""
+    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+    assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch == 100
+
+
+@pytest.mark.parametrize(
+    ("product", "arch", "dtype", "wide_values"),
+    [
+        *((product, 90, BF16, False) for product in PRODUCTS),
+        ("forward", 90, BF16, True),
+        *(slow(("value gradient", arch, BF16, False)) for arch in (80, 100)),
+        *(slow((product, arch, BF16, wide)) for product in PRODUCTS[:2] for arch in (80, 100, 120) for wide in (0, 1)),
+        *(slow((product, 90, F16, False)) for product in PRODUCTS),
+    ],
+    ids=str,
+)
+def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, arch, dtype, wide_values):
+    needs_pipelines(arch)
+    launch = compiler.launch(product, REFERENCE, dtype, arch, wide_values=wide_values)
+    assert launch.form.samples == 256
+    # There, operands take registers, so that a product sums over half of the channels at a time.
+    assert launch.form.parts == (2 if arch in (80, 120) and product != "value gradient" else 1)
+    assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
+    assert launch.count(TENSOR_CORES[arch]) > 0
+    assert launch.count(r"\bfma\.rn\.f32") == 0
+    assert unfenced(launch.compiled.asm["ptx"]) == 0
+    if launch.options["num_stages"] > 1:
+        # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers earlier.
+        assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
+        assert launch.count(COPIES.format(8)) >= 2
+        assert_two_programs_fit(launch, arch)
+    if wide_values:
+        assert launch.count(r"cvt\.rn\.bf16x2\.f32") > 0
+    assert launch.count(r"st\.global\S*\.v4\.b32") > 0
+    assert launch.count(r"st\.global\S*\.b16") == 0
+    assert launch.resources["STACK"] <= (32 if arch == 120 else 0)  # spilled outside of the loop
+
+
+# Every layer and arithmetic meets every GPU and product; those of 89 and 120 have the least shared memory.
+EVERYWHERE = [each.values for each in covering(LAYERS, ARITHMETIC, SHARED_MEMORY, PRODUCTS)]
+ORDINARY = [("odd", "half", 90, "value gradient"), ("depthwise", "half", 90, "forward")]
 
 
 @pytest.mark.parametrize(
     ("layer", "arithmetic", "arch", "product"),
-    [
-        *(
-            case if case[0] in ("odd", "depthwise") and case[1:3] == ("half", 90) else slow(case)
-            for case in itertools.product(LAYERS, ARITHMETIC, [90, 120], PRODUCTS)
-        ),
-        *(slow(each.values) for each in EVERYWHERE),
-    ],
+    [*ORDINARY, *(slow(each) for each in EVERYWHERE if each not in ORDINARY)],
 )
 def test_every_layer_fits_on_the_gpu(compiler, layer, arithmetic, arch, product):
     dtype, tf32 = ARITHMETIC[arithmetic]
@@ -278,8 +281,10 @@ def test_a_gradients_tile_is_narrower_if_the_whole_batch_then_fits(batch, tf32, 
     assert plan.form.parts == (1 if batch <= 256 else 2)
 
 
-@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
-@pytest.mark.parametrize("arch", [slow(80), 90, slow(100)])
+@pytest.mark.parametrize(
+    ("product", "arch"),
+    [("forward", 90), *map(slow, [("forward", 80), ("input gradient", 80), ("value gradient", 100), ("forward", 100)])],
+)
 def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, product, arch):
     needs_pipelines(arch)
     ieee = compiler.launch(product, REFERENCE, F32, arch)
@@ -290,6 +295,9 @@ def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, pro
     assert tf32.count(TENSOR_CORES[arch] + r"\S*tf32") > 0
     assert tf32.resources["STACK"] == 0
     assert unfenced(tf32.compiled.asm["ptx"]) == 0
+    if product != "value gradient" and arch != 100:
+        assert tf32.form.samples == 128
+        assert_two_programs_fit(tf32, arch)
 
 
 def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
@@ -310,8 +318,9 @@ def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
         matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
-@pytest.mark.parametrize("arch", [slow(80), 90, slow(100)])
+@pytest.mark.parametrize(
+    ("product", "arch"), [("forward", 90), slow(("input gradient", 80)), slow(("value gradient", 100))]
+)
 def test_float64_is_multiplied_in_float64(compiler, product, arch):
     launch = compiler.launch(product, REFERENCE, F64, arch)
     tensor_cores = launch.count(r"mma\.sync\S*f64\.f64\.f64\.f64")
@@ -321,11 +330,9 @@ def test_float64_is_multiplied_in_float64(compiler, product, arch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "largest"),
-    [(BF16, 104, 16), (F32, 33, 4), *map(slow, [(BF16, 100, 8), (F32, 100, 16), (BF16, 102, 4)])],
-    ids=str,
+    ("size", "dtype", "largest"), [(104, BF16, 16), *map(slow, [(33, F32, 4), (100, BF16, 8), (102, BF16, 4)])], ids=str
 )
-def test_copies_are_as_large_as_what_divides_all_sizes(compiler, dtype, size, largest):
+def test_copies_are_as_large_as_what_divides_all_sizes(compiler, size, dtype, largest):
     launch = compiler.launch("forward", Layer(64, size, size), dtype, 80)
     assert launch.count(COPIES.format(largest)) > 0
     assert largest == 16 or launch.count(COPIES.format(16)) == 0
@@ -338,40 +345,14 @@ def test_activations_with_odd_strides_leave_blocks_in_vectors(compiler):
     assert launch.count(r"st\.global\S*\.v4\.b32") > 0
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, product):
-    for dtype in (BF16, F32):
-        launch = compiler.launch(product, LAYERS["depthwise"], dtype)
-        assert launch.count(r"mma") == 0
-        assert launch.count(r"ld\.global\S*\.v4\.b32") > 0
-        assert launch.resources["REG"] <= 128
-
-
 @pytest.mark.parametrize(
-    ("arch", "dtype", "tf32"), [(80, BF16, False), (90, F32, True), *map(slow, [(120, BF16, False), (80, F32, True)])]
+    ("product", "dtype"), [("forward", BF16), ("value gradient", F32), slow(("input gradient", BF16))], ids=str
 )
-@pytest.mark.parametrize("product", PRODUCTS[:2])
-def test_two_programs_of_the_reference_layer_fit_on_a_multiprocessor(compiler, product, arch, dtype, tf32):
-    needs_pipelines(arch)
-    launch = compiler.launch(product, REFERENCE, dtype, arch, tf32)
-    assert launch.form.samples == (128 if tf32 else 256)
-    assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
-    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
-    assert launch.resources["STACK"] <= 32  # spilled outside of the loop
-
-
-@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, 120])])
-@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
-def test_wide_values_are_converted_as_they_are_copied(compiler, product, arch):
-    needs_pipelines(arch)
-    launch = compiler.launch(product, REFERENCE, BF16, arch, wide_values=True)
-    assert launch.count(COPIES.format(16)) >= 16 // launch.form.parts
-    assert launch.count(r"cvt\.rn\.bf16x2\.f32") > 0 or product == PRODUCTS[2]
-    assert unfenced(launch.compiled.asm["ptx"]) == 0
-    assert launch.resources["STACK"] == 0
-    if product != PRODUCTS[2] and arch != 100:
-        assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS
-        assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, product, dtype):
+    launch = compiler.launch(product, LAYERS["depthwise"], dtype)
+    assert launch.count(r"mma") == 0
+    assert launch.count(r"ld\.global\S*\.v4\.b32") > 0
+    assert launch.resources["REG"] <= 128
 
 
 @pytest.mark.parametrize(("dtype", "tf32", "blocks"), [(BF16, False, 2), slow((F32, True, 1))])
@@ -414,24 +395,30 @@ def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, 
     assert (launch.form.samples, launch.form.slices) == (samples, slices)
 
 
-@pytest.mark.parametrize("arithmetic", ["half", slow("float32"), slow("double")])
-@pytest.mark.parametrize("product", [PRODUCTS[0], *map(slow, PRODUCTS[1:])])
-def test_kernels_compile_for_amd(compiler, product, arithmetic):
-    for layer in (REFERENCE, *map(LAYERS.get, ("to few channels", "odd", "depthwise"))):
-        launch = compiler.launch(product, layer, ARITHMETIC[arithmetic][0], AMD)
-        text = launch.compiled.asm["amdgcn"]
-        assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]
-        assert launch.shared <= AMD_SHARED_MEMORY
-        if arithmetic == "half" and layer.depth > 1:
-            assert count(r"v_mfma_f32", text) > 0
+@pytest.mark.parametrize(
+    ("product", "arithmetic", "layer"),
+    [
+        ("forward", "half", "reference"),
+        *map(slow, [("input gradient", "half", "to few channels"), ("value gradient", "half", "odd")]),
+        *map(slow, [("forward", "float32", "odd"), ("value gradient", "float32", "reference")]),
+        *map(slow, [("input gradient", "double", "reference"), ("value gradient", "double", "depthwise")]),
+    ],
+)
+def test_kernels_compile_for_amd(compiler, product, arithmetic, layer):
+    launch = compiler.launch(product, LAYERS[layer], ARITHMETIC[arithmetic][0], AMD)
+    text = launch.compiled.asm["amdgcn"]
+    assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]
+    assert launch.shared <= AMD_SHARED_MEMORY
+    if arithmetic == "half" and layer != "depthwise":
+        assert count(r"v_mfma_f32", text) > 0
 
 
 TRANSPOSED = [(BF16, BF16), (F32, BF16), (BF16, F32), (F32, F32), (F64, F64)]
 
 
-@pytest.mark.parametrize("arch", [90, *map(slow, [80, 100])])
-@pytest.mark.parametrize("dtypes", TRANSPOSED, ids=str)
-@pytest.mark.parametrize("sizes", [(64, 1024), (1024, 64), (16, 4096), (512, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtypes", "arch"), covering([(64, 1024), (1024, 64), (16, 4096), (512, 16)], TRANSPOSED, CUDA), ids=str
+)
 def test_transposing_loads_and_stores_16_bytes_at_a_time(compiler, sizes, dtypes, arch):
     launch = compiler.transpose(torch.empty(3, *sizes, dtype=dtypes[0]), dtypes[1], arch)
     assert launch.grid == (3 * sizes[0] * sizes[1] // 4096,)
