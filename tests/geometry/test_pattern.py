@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import random
 
@@ -14,7 +15,7 @@ from loco_ext import geometry
 from loco_ext.geometry import BlockPattern, ConvGeometry
 from tests.geometry.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
 
-seeds = pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
+SEEDS = range(80)
 
 
 def random_pattern(generator, n_out, n_in, conv=None):
@@ -24,9 +25,8 @@ def random_pattern(generator, n_out, n_in, conv=None):
     return BlockPattern(crow, matrix.nonzero()[:, 1], n_in, conv), matrix
 
 
-@seeds
-def test_pairs_are_what_torch_reads(seeds):
-    for seed in seeds:
+def test_pairs_are_what_torch_reads():
+    for seed in SEEDS:
         case = random_case(random.Random(seed))
         pattern = BlockPattern.from_conv(*case.arguments)
         matrix = embedding(case).sum(2) > 0
@@ -36,10 +36,9 @@ def test_pairs_are_what_torch_reads(seeds):
         assert torch.equal(pattern.row_indices, matrix.nonzero()[:, 0])
 
 
-@seeds
-def test_taps_are_what_torch_reads(seeds):
+def test_taps_are_what_torch_reads():
     """Taps of the pattern, grown and pruned: every tap that reads a pixel is listed, in order, with its block."""
-    for seed in seeds:
+    for seed in SEEDS:
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
         pattern = BlockPattern.from_conv(*case.arguments)
         larger, _ = pattern.grow(seed % 3)
@@ -56,36 +55,11 @@ def test_taps_are_what_torch_reads(seeds):
             assert torch.equal(some.local_mask(), local)
 
 
-def test_blocks_of_a_convolution_compute_it():
-    """Weights by tap that are summed into blocks, groups included, give torch's convolution for any geometry."""
-    convolutions = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-    for seed in range(200):
-        case = random_case(random.Random(seed), symmetric=True)
-        groups, axes = seed % 3 + 1, len(case.input_size)
-        pads = [pair[0] for pair in case.padding]
-        conv = convolutions[axes](2 * groups, 3 * groups, case.kernel_size, case.stride, pads, case.dilation, groups,
-                                  bias=False, padding_mode=case.padding_mode, dtype=torch.float64)  # fmt: skip
-        pattern = BlockPattern.from_conv(case.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
-                                         conv.padding_mode)  # fmt: skip
-        weight = conv.weight.detach().view(groups, 3, 2, -1).permute(3, 0, 2, 1)  # [taps, groups, in, out]
-        values = weight.new_zeros(pattern.nnz, *weight.shape[1:])
-        values.index_add_(0, pattern.taps.block, weight[pattern.taps.tap])
-
-        x = torch.randn(2, 2 * groups, *case.input_size, dtype=torch.float64)
-        pixels = x.flatten(2).unflatten(1, (groups, 2))[..., pattern.col_indices]  # [N, groups, in, nnz]
-        terms = torch.einsum("ngib,bgio->ngob", pixels, values)
-        y = terms.new_zeros(2, groups, 3, pattern.n_out).index_add(3, pattern.row_indices, terms)
-        expected = conv(x).detach()
-        assert expected.shape[2:] == pattern.conv.output_size
-        torch.testing.assert_close(y.flatten(1, 2), expected.flatten(2), rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernel", [1, 2, 3, 4, (5, 2)])
 @pytest.mark.parametrize("dilation", [1, 2])
-def test_same_and_valid_padding_are_torchs(mode, kernel, dilation):
-    for padding in ("same", "valid"):
+def test_same_and_valid_padding_are_torchs(mode, dilation):
+    for kernel, padding in itertools.product((2, 3, (5, 2)), ("same", "valid")):
         conv = nn.Conv2d(1, 1, kernel, padding=padding, dilation=dilation, padding_mode=mode, bias=False).double()
         pattern = BlockPattern.from_conv((9, 10), kernel, 1, padding, dilation, mode)
         block, tap, _ = pattern.taps
@@ -96,10 +70,9 @@ def test_same_and_valid_padding_are_torchs(mode, kernel, dilation):
         torch.testing.assert_close(matrix @ x, conv(x.view(1, 1, 9, 10)).flatten(), rtol=1e-12, atol=1e-13)
 
 
-@seeds
-def test_positions_of_taps_are_counted(seeds):
+def test_positions_of_taps_are_counted():
     """tap_pairs is E^T E of the matrix E that maps weights to blocks."""
-    for seed in seeds:
+    for seed in SEEDS:
         case = random_case(random.Random(seed))
         pairs = embedding(case).flatten(0, 1)
         counted = ConvGeometry(*case.arguments).tap_pairs()
@@ -107,35 +80,8 @@ def test_positions_of_taps_are_counted(seeds):
         assert torch.equal(counted.double(), pairs.T @ pairs), case
 
 
-def test_projection_is_the_nearest_convolution():
-    """The projection that ConvTaps describes is least squares over all pairs, with pruned ones as zeros."""
-    merged = 0
-    for seed in range(100):
-        case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
-        whole, _ = BlockPattern.from_conv(*case.arguments).grow(1)
-        pattern, _ = whole.prune(torch.rand(whole.nnz, generator=generator) < 0.8)
-        values = torch.randn(pattern.nnz, dtype=torch.float64, generator=generator)
-        counts = pattern.conv.tap_pairs().double()
-        sums = torch.zeros(len(counts)).double().index_add(0, pattern.taps.tap, values[pattern.taps.block])
-        weight = torch.linalg.pinv(counts, hermitian=True) @ sums
-
-        target = torch.zeros(pattern.n_out, pattern.n_in, dtype=torch.float64)
-        target[dense(pattern)] = values
-        matrix = embedding(case).flatten(0, 1)
-        expected = torch.linalg.lstsq(matrix, target.flatten(), driver="gelsd").solution  # the solution of least norm
-        torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-10)
-        if torch.equal(counts, counts.diag().diag()):
-            reads = read_pixels(case)
-            means = torch.where(reads >= 0, target.gather(1, reads.clamp(min=0)), torch.nan).nanmean(0).nan_to_num()
-            torch.testing.assert_close(weight, means, rtol=1e-12, atol=1e-13)
-        else:
-            merged += 1
-    assert 10 < merged < 90
-
-
-@seeds
-def test_growth_spreads_every_row(seeds):
-    for seed in seeds:
+def test_growth_spreads_every_row():
+    for seed in SEEDS:
         case, radius = random_case(random.Random(seed)), seed % 4
         pattern = BlockPattern.from_conv(*case.arguments)
         larger, places = pattern.grow(radius)
@@ -148,10 +94,9 @@ def test_growth_spreads_every_row(seeds):
         assert most.nnz == pattern.conv.count_blocks(10**30) == pattern.n_out * pattern.n_in
 
 
-@seeds
-def test_growth_of_pruned_patterns(seeds):
+def test_growth_of_pruned_patterns():
     """Any rows can grow, even empty ones, and growing twice equals growing by the sum of the radii."""
-    for seed in seeds:
+    for seed in SEEDS:
         case, radius = random_case(random.Random(seed)), seed % 3 + 1
         conv = ConvGeometry(*case.arguments)
         pattern, matrix = random_pattern(torch.Generator().manual_seed(seed), conv.n_out, conv.n_in, conv)
@@ -164,14 +109,6 @@ def test_growth_of_pruned_patterns(seeds):
         assert torch.equal(more[places], all_places)
 
 
-@pytest.mark.parametrize("radius", [1, 2, 5])
-def test_a_grown_convolution_has_the_pattern_of_a_larger_kernel(radius):
-    pattern, _ = BlockPattern.from_conv((9, 12), (3, 2), (2, 1), ((1, 2), 1)).grow(radius)
-    pads = ((1 + radius, 2 + radius), (1 + radius, 1 + radius))
-    larger = BlockPattern.from_conv((9, 12), (3 + 2 * radius, 2 + 2 * radius), (2, 1), pads)
-    assert torch.equal(dense(pattern), dense(larger))
-
-
 def test_outputs_that_read_padding_alone_grow_from_the_border():
     pattern = BlockPattern.from_conv(4, kernel_size=1, padding=2)
     assert pattern.crow_indices.tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4]
@@ -180,40 +117,30 @@ def test_outputs_that_read_padding_alone_grow_from_the_border():
     assert places.tolist() == [4, 7, 10, 13]
 
 
-def test_union_with_dense_matrices():
-    generator = torch.Generator().manual_seed(0)
-    for n_out, n_in in [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)] * 10:
-        a, in_a = random_pattern(generator, n_out, n_in)
-        b, in_b = random_pattern(generator, n_out, n_in)
+@pytest.mark.parametrize(("n_out", "n_in"), [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)], ids=str)
+def test_union_pruning_and_transposition_with_dense_matrices(n_out, n_in):
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        (a, in_a), (b, in_b) = (random_pattern(generator, n_out, n_in) for _ in range(2))
         both, places, other_places = a.union(b)
         assert torch.equal(dense(both), in_a | in_b)
         assert torch.equal(in_a[in_a | in_b].nonzero().flatten(), places)
         assert torch.equal(in_b[in_a | in_b].nonzero().flatten(), other_places)
 
-
-def test_pruning_with_dense_matrices():
-    generator = torch.Generator().manual_seed(0)
-    for n_out, n_in in [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)] * 10:
-        pattern, matrix = random_pattern(generator, n_out, n_in)
-        keep = torch.rand(pattern.nnz, generator=generator) < 0.5
-        pruned, kept = pattern.prune(keep)
-        left = matrix.clone()
-        left[matrix] = keep
+        keep = torch.rand(a.nnz, generator=generator) < 0.5
+        pruned, kept = a.prune(keep)
+        left = in_a.clone()
+        left[in_a] = keep
         assert torch.equal(dense(pruned), left)
         assert torch.equal(kept, keep.nonzero().flatten())
 
-
-def test_transposition_with_dense_matrices():
-    generator = torch.Generator().manual_seed(0)
-    for n_out, n_in in [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)] * 10:
-        pattern, matrix = random_pattern(generator, n_out, n_in)
-        crow, rows, blocks = pattern.transpose()
-        number = matrix.flatten().cumsum(0).view(n_out, n_in) - 1
-        assert crow.tolist() == [0, *matrix.sum(0).cumsum(0).tolist()]
-        assert torch.equal(rows, matrix.T.nonzero()[:, 1])
-        assert torch.equal(blocks, number.T[matrix.T])
+        crow, rows, blocks = a.transpose()
+        number = in_a.flatten().cumsum(0).view(n_out, n_in) - 1
+        assert crow.tolist() == [0, *in_a.sum(0).cumsum(0).tolist()]
+        assert torch.equal(rows, in_a.T.nonzero()[:, 1])
+        assert torch.equal(blocks, number.T[in_a.T])
         assert crow.dtype == rows.dtype == blocks.dtype == torch.int64
-        assert pattern.transpose() is pattern.transpose()
+        assert a.transpose() is a.transpose()
 
 
 def test_full_patterns():
@@ -224,19 +151,7 @@ def test_full_patterns():
     assert pattern.local_mask().sum() == conv.count_blocks() == 49
 
 
-def test_the_papers_network_has_the_papers_size():
-    """The eFCN's layers have 110.6 million weights if padding is part of the input, and 73.9 million of them live."""
-    live = padded = 0
-    for size, kernel, stride, padding, channels in [(32, 4, 2, 2, 3), (8, 5, 1, 2, 64), (3, 3, 1, 1, 64)]:
-        conv = ConvGeometry((size, size), kernel, stride, padding)
-        inside = ConvGeometry((size + 2 * padding, size + 2 * padding), kernel, stride)
-        assert inside.output_size == conv.output_size
-        live += geometry.values_bytes(conv.n_out * conv.n_in, channels, 64) // 4
-        padded += geometry.values_bytes(inside.n_out * inside.n_in, channels, 64) // 4
-    assert (round(live / 1e6, 1), round(padded / 1e6, 1)) == (73.9, 110.6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_forecast_is_the_memory_of_values(dtype):
     values = torch.empty(7, 3, 4, 5, dtype=dtype)
     assert geometry.values_bytes(7, 12, 15, groups=3, dtype=dtype) == values.untyped_storage().nbytes()
@@ -334,7 +249,7 @@ def test_later_changes_from_outside_change_nothing():
         pattern.n_in = 4
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_indices_of_any_integer_type(dtype):
     pattern = BlockPattern(torch.tensor([0, 1, 1], dtype=dtype), torch.tensor([4], dtype=dtype), np.int64(5))
     assert pattern.crow_indices.dtype == pattern.col_indices.dtype == torch.int64

@@ -8,18 +8,12 @@ from torch import Tensor, func, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import loco_ext
-from loco_ext import ops
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.ops import backends
-from tests.block_sparse.cases import dense_matmul, pattern_of
+from tests.block_sparse.cases import dense_matmul
+from tests.covering import covering
 
 BACKENDS = ("reference", *(("native",) if backends.library else ()))
-
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def _backend(request):
-    with loco_ext.backend(request.param):
-        yield
 
 
 LAYERS = {
@@ -48,13 +42,8 @@ class Both:
     def dense(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         batch = x if x.dim() == self.layer.axes + 2 else x.unsqueeze(0)
         y = dense_matmul(batch.flatten(2).mT, parameters["weight"], parameters.get("bias"), self.live)
-        return y.mT.unflatten(2, self.layer.output_size).view(
-            *x.shape[: x.dim() - self.layer.axes - 1],
-            *(
-                self.layer.out_channels,
-                *self.layer.output_size,
-            ),
-        )
+        y = y.mT.unflatten(2, self.layer.output_size)
+        return y.view(*x.shape[: x.dim() - self.layer.axes - 1], *y.shape[1:])
 
 
 def loss(f):
@@ -90,12 +79,12 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_those_of_a_dense_matrix(transform, name):
+@pytest.mark.parametrize(("transform", "name", "backend"), covering(TRANSFORMS, LAYERS, BACKENDS))
+def test_transforms_are_those_of_a_dense_matrix(transform, name, backend):
     both = Both(name)
     tangents = {name: torch.randn_like(p) for name, p in both.parameters.items()}
-    found, expected = (TRANSFORMS[transform](f, both.parameters, both.x, tangents) for f in (both.ours, both.dense))
+    with loco_ext.backend(backend):
+        found, expected = (TRANSFORMS[transform](f, both.parameters, both.x, tangents) for f in (both.ours, both.dense))
     torch.testing.assert_close(found, expected)
 
 
@@ -103,10 +92,9 @@ def test_transforms_are_those_of_a_dense_matrix(transform, name):
 def test_derivatives_forward_backward_and_batched(name):
     both = Both(name)
     operands = [t.clone().requires_grad_() for t in (both.x, *both.parameters.values())]
-    names = tuple(both.parameters)
 
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
-        return both.ours(dict(zip(names, parameters, strict=True)), x)
+        return both.ours(dict(zip(both.parameters, parameters, strict=True)), x)
 
     options = {"fast_mode": True, "check_batched_grad": True}
     assert gradcheck(function, operands, check_forward_ad=True, check_batched_forward_grad=True, **options)
@@ -138,24 +126,6 @@ def test_transforms_keep_half_precision_and_autocast(dtype):
     assert {g.dtype for g in gradients.values()} == {torch.float32}
     with pytest.raises(TypeError, match=f"values: expected {dtype} as x, got torch.float32"):
         func.vmap(layer)(x.to(dtype))
-
-
-def test_ensembles_of_modules():
-    models = [LocallyConnected2d(2, 3, 3, input_size=4) for _ in range(3)]
-    parameters, buffers = func.stack_module_state(models)
-    x = torch.randn(3, 5, 2, 4, 4)
-    y = func.vmap(lambda p, b, x: func.functional_call(models[0], (p, b), (x,)))(parameters, buffers, x)
-    torch.testing.assert_close(y, torch.stack([model(part) for model, part in zip(models, x, strict=True)]))
-    y.sum().backward()
-    assert parameters["weight"].grad.shape == parameters["weight"].shape
-
-
-def test_a_product_of_samples_is_one_product():
-    x, values = torch.randn(4, 5, 3, 2), torch.randn(4, 1, 2, 2)
-    pattern = pattern_of(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool())
-    found = func.vmap(lambda x: ops.block_sparse_matmul(x, values, pattern), in_dims=1, out_dims=1)(x)
-    expected = ops.block_sparse_matmul(x.flatten(0, 1), values, pattern).unflatten(0, (4, 5))
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -4,22 +4,19 @@ import itertools
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
-from tests.covering import slow
 from tests.nn.cases import CONVOLUTIONS, LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
 from tests.tolerances import STANDARD_ERRORS, WITH_CONVOLUTIONS, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
-@pytest.mark.parametrize("dtype", WITH_CONVOLUTIONS, ids=str)
-@pytest.mark.parametrize("seed", [*range(5), *map(slow, range(5, 10))])
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float64)], ids=str)
 def test_random_convolutions_are_taken_over_and_given_back(seed, dtype):
     generator = random.Random(seed)
     tolerance = WITH_CONVOLUTIONS[dtype]
@@ -35,32 +32,7 @@ def test_random_convolutions_are_taken_over_and_given_back(seed, dtype):
         torch.testing.assert_close(back(x), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_gradients_of_blocks_summed_over_positions_are_the_convolutions(seed):
-    generator = random.Random(seed)
-    for _ in range(20):
-        conv, case = random_conv(generator)
-        layer = layer_class(case).from_conv(conv, case.input_size)
-        images = torch.randn(2, conv.in_channels, *case.input_size, dtype=torch.float64)
-        x, other = images.clone().requires_grad_(), images.clone().requires_grad_()
-        y, expected = layer(x), conv(other)
-        grad = torch.randn_like(expected)
-        y.backward(grad)
-        expected.backward(grad)
-        torch.testing.assert_close(x.grad, other.grad)
-
-        blocks, taps = block_of_taps(layer, case), math.prod(case.kernel_size)
-        sums = torch.zeros(taps, *layer.weight.shape[1:], dtype=torch.float64)
-        for tap in range(taps):
-            read = blocks[:, tap]
-            sums[tap] = layer.weight.grad[read[read >= 0]].sum(0)
-        by_tap = conv.weight.grad.flatten(2).unflatten(0, (conv.groups, -1)).permute(3, 0, 2, 1)
-        torch.testing.assert_close(sums, by_tap)
-        if conv.bias is not None:
-            torch.testing.assert_close(layer.bias.grad.sum(0), conv.bias.grad)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
     """The reference has weights for each tap of each output pixel, which add up where taps read one pixel."""
     generator = random.Random(seed)
@@ -74,10 +46,10 @@ def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
 
         images = torch.randn(3, layer.in_channels, *case.input_size, dtype=torch.float64)
         x, other = images.clone().requires_grad_(), images.clone().requires_grad_()
+        bias = torch.zeros(()) if layer.bias is None else layer.bias.detach().clone()
+        bias.requires_grad_()
         read = windows(other, case).unflatten(1, (layer.groups, -1))  # [N, groups, depth, n_out, n_taps]
-        expected = torch.einsum("ngdot,otgdw->ngwo", read, weights).flatten(1, 2)
-        if layer.bias is not None:
-            expected = expected + layer.bias.detach().t()
+        expected = torch.einsum("ngdot,otgdw->ngwo", read, weights).flatten(1, 2) + bias.t()
         expected = expected.unflatten(2, layer.output_size)
         y = layer(x)
         torch.testing.assert_close(y, expected)
@@ -86,9 +58,11 @@ def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
         expected.backward(grad)
         torch.testing.assert_close(x.grad, other.grad)
         torch.testing.assert_close(layer.weight.grad[blocks[live]], weights.grad[live])
+        if layer.bias is not None:
+            torch.testing.assert_close(layer.bias.grad, bias.grad)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_dense_layers_do_the_same(seed):
     generator = random.Random(seed)
     for _ in range(10):
@@ -168,9 +142,7 @@ def layouts(x):
     }
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1,), (3,), (1, 1), (1, 3), (3, 1), (2, 3), (1, 1, 1), (1, 3, 1), (2, 1, 3)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (1, 3), (2, 3), (1, 1, 1), (2, 1, 3)], ids=str)
 def test_outputs_have_the_strides_of_a_convolutions(sizes):
     """Later views and convolutions of the outputs then behave as after nn.Conv."""
     batches = (1, 2) if len(sizes) < 3 else (2,)  # torch computes a single volume in ways that take contiguous ones
@@ -182,6 +154,7 @@ def test_outputs_have_the_strides_of_a_convolutions(sizes):
             torch.testing.assert_close(found, expected)
             if x.dim() == len(sizes) + 2 or len(sizes) < 3:
                 assert found.stride() == expected.stride(), (name, batch, channels_in, channels_out, x.stride())
+        assert layer(x.new_empty(0, channels_in, *sizes)).shape == (0, channels_out, *sizes)
 
 
 def test_images_that_grow_out_of_one_pixel_are_contiguous():
@@ -191,15 +164,6 @@ def test_images_that_grow_out_of_one_pixel_are_contiguous():
     assert y.view(2, -1).shape == (2, 36)
     later = nn.Conv2d(4, 5, 1, padding=1)(LocallyConnected2d(3, 4, 3, input_size=3)(torch.randn(2, 3, 3, 3)))
     assert later.view(2, -1).shape == (2, 45)
-
-
-@pytest.mark.parametrize("input_channels", [1, 4])
-def test_slices_and_empty_batches(input_channels):
-    layer = LocallyConnected2d(input_channels, 2, 3, input_size=(5, 6), dtype=torch.float64)
-    wide = torch.randn(4, 2 * input_channels, 7, 9, dtype=torch.float64)
-    x = wide[::2, ::2, 1:6, 2:8]
-    torch.testing.assert_close(layer(x), layer(x.contiguous()))
-    assert layer(x[:0]).shape == (0, 2, 3, 4)
 
 
 def test_initial_weights_are_distributed_as_a_convolutions():
@@ -251,16 +215,6 @@ def test_padding_before_and_after_may_differ():
     torch.testing.assert_close(again(back[0](x)), back(x))
 
 
-def test_representations_are_those_of_convolutions():
-    layer = LocallyConnected2d(4, 8, 3, 2, "valid", 1, 4, False, "circular", input_size=7)
-    assert repr(layer) == (
-        "LocallyConnected2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding='valid', groups=4, bias=False, "
-        "padding_mode='circular', input_size=(7, 7), blocks=81)"
-    )
-    layer = LocallyConnected1d(1, 1, 3, padding=((1, 0),), dilation=2, input_size=7)
-    assert "padding=((1, 0),), dilation=(2,), input_size=(7,)" in repr(layer)
-
-
 def test_what_a_convolution_is_like_is_kept():
     conv = nn.Conv2d(2, 3, 3, dtype=torch.bfloat16).eval()
     conv.weight.requires_grad_(False)
@@ -269,42 +223,29 @@ def test_what_a_convolution_is_like_is_kept():
     assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
     assert layer.weight.dtype == torch.bfloat16
+    random_state = torch.get_rng_state()
     back = layer.to_conv()
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert (back.training, back.weight.requires_grad, back.bias.requires_grad) == (False, False, True)
     assert same_bits(back.weight, conv.weight)
     assert same_bits(back.bias, conv.bias)
 
 
-def test_a_computed_weight_becomes_one_that_trains():
-    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
-    layer, x = LocallyConnected2d.from_conv(conv, 5), torch.randn(2, 2, 5, 5)
-    torch.testing.assert_close(layer(x), conv(x))
-    assert layer.weight.requires_grad
-
-
-ERRORS = {
-    "in_channels": (ValueError, dict(in_channels=0), r"in_channels: expected at least 1, got 0"),
-    "groups": (ValueError, dict(groups=2), r"in_channels: expected a multiple of groups, 2, got 3"),
-    "no int": (TypeError, dict(out_channels=2.0), r"out_channels: expected an int, got 2.0"),
-    "no groups": (ValueError, dict(groups=0), r"groups: expected at least 1, got 0"),
-    "input_size": (ValueError, dict(input_size=(5, 5, 5)), r"input_size: expected an int, or one for each of 2 axes"),
-    "small": (ValueError, dict(input_size=(5, 2)), r"kernel_size: expected at most the padded input, \(5, 2\)"),
-    "padding": (ValueError, dict(padding="some"), r"padding: expected ints, pairs of them, 'valid' or 'same'"),
-    "mode": (ValueError, dict(padding_mode="zero"), r"padding_mode: expected one of 'zeros'"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_arguments_are_refused(name):
-    error, arguments, message = ERRORS[name]
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (ValueError, {"in_channels": 0}, r"in_channels: expected at least 1, got 0"),
+        (ValueError, {"groups": 2}, r"in_channels: expected a multiple of groups, 2, got 3"),
+        (TypeError, {"out_channels": 2.0}, r"out_channels: expected an int, got 2.0"),
+        (ValueError, {"groups": 0}, r"groups: expected at least 1, got 0"),
+        (ValueError, {"input_size": (5, 5, 5)}, r"input_size: expected an int, or one for each of 2 axes"),
+        (ValueError, {"input_size": (5, 2)}, r"kernel_size: expected at most the padded input, \(5, 2\)"),
+        (ValueError, {"padding": "some"}, r"padding: expected ints, pairs of them, 'valid' or 'same'"),
+    ],
+)
+def test_bad_arguments_are_refused(error, arguments, message):
     with pytest.raises(error, match=message):
         LocallyConnected2d(**{"in_channels": 3, "out_channels": 4, "kernel_size": 3, "input_size": 5, **arguments})
-
-
-def test_sizes_may_be_integers_of_numpy():
-    layer = LocallyConnected2d(3, 4, np.int64(3), padding=np.int64(1), input_size=np.int64(5))
-    assert layer.input_size == layer.output_size == (5, 5)
-    assert layer(torch.zeros(2, 3, 5, 5)).shape == (2, 4, 5, 5)
 
 
 def test_bad_inputs_are_refused():
@@ -323,25 +264,36 @@ class Standardised(nn.Conv2d):
         return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
 
 
-@pytest.mark.parametrize("layer_class", LAYERS)
-def test_only_convolutions_of_as_many_axes_are_taken(layer_class):
-    for module in (nn.Linear(3, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv3d(1, 1, 1), nn.Conv1d(1, 1, 1)):
-        if not isinstance(module, getattr(nn, f"Conv{layer_class.axes}d")):
-            with pytest.raises(TypeError, match=rf"conv: expected an nn.Conv{layer_class.axes}d, got"):
-                layer_class.from_conv(module, 5)
-    with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Standardised"):
-        LocallyConnected2d.from_conv(Standardised(1, 1, 3), 5)
-    with pytest.raises(TypeError, match=r"conv: expected an initialised module, got a LazyConv2d"):
-        LocallyConnected2d.from_conv(nn.LazyConv2d(3, 3), 5)
-    replaced = nn.Conv2d(1, 1, 3)
-    replaced.forward = lambda x: x
-    with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Conv2d"):
-        LocallyConnected2d.from_conv(replaced, 5)
-    for kind in ("forward_hook", "full_backward_hook", "full_backward_pre_hook"):
-        hooked = nn.Conv2d(1, 1, 3)
-        getattr(hooked, f"register_{kind}")(lambda *_: None)
-        with pytest.raises(TypeError, match=r"conv: expected an nn.Conv2d without hooks, got one with some"):
-            LocallyConnected2d.from_conv(hooked, 5)
+def with_forward() -> nn.Module:
+    conv = nn.Conv2d(1, 1, 3)
+    conv.forward = lambda x: x
+    return conv
+
+
+def hooked(kind: str) -> nn.Module:
+    conv = nn.Conv2d(1, 1, 3)
+    getattr(conv, f"register_{kind}")(lambda *_: None)
+    return conv
+
+
+@pytest.mark.parametrize(
+    ("conv", "message"),
+    [
+        (nn.Linear(3, 3), "an nn.Conv2d, got Linear"),
+        (nn.ConvTranspose2d(3, 4, 3), "an nn.Conv2d, got ConvTranspose2d"),
+        (nn.Conv1d(1, 1, 1), "an nn.Conv2d, got Conv1d"),
+        (Standardised(1, 1, 3), "what computes as nn.Conv2d, got Standardised"),
+        (with_forward(), "what computes as nn.Conv2d, got Conv2d"),
+        (nn.LazyConv2d(3, 3), "an initialised module, got a LazyConv2d"),
+        *(
+            (hooked(kind), "an nn.Conv2d without hooks, got one with some")
+            for kind in ("forward_hook", "full_backward_hook", "full_backward_pre_hook")
+        ),
+    ],
+)
+def test_only_plain_convolutions_of_as_many_axes_are_taken(conv, message):
+    with pytest.raises(TypeError, match=f"conv: expected {message}"):
+        LocallyConnected2d.from_conv(conv, 5)
 
 
 class Doubled(nn.Module):
@@ -391,10 +343,3 @@ def test_a_layer_whose_weight_is_computed_loads_its_own_state_and_no_other(how):
         assert torch.equal(layer(x), before)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*bias"):
         layer.load_state_dict({name: value for name, value in same.state_dict().items() if name != "bias"})
-
-
-def test_a_convolution_is_made_without_random_numbers():
-    layer = LocallyConnected2d(2, 2, 3, input_size=5)
-    state = torch.get_rng_state()
-    layer.to_conv()
-    assert torch.equal(torch.get_rng_state(), state)
