@@ -114,13 +114,14 @@ FAR_PATTERN = (
 
 
 def far_activations(depth: int) -> tuple[Any, ...]:
-    """Return results and operands of a call whose samples and pixels span more than 2^31 elements."""
+    """Return results and operands of a call whose samples lie 2^31 elements apart, and pixels farther."""
     from loco_ext.triton_kernels import block_sparse
 
     groups = 3 if depth == 1 else 1
     channels = groups * depth
-    strides = (2**31, 2**30, 1) if depth == 16 else (2**31 + 3, 2**30 - 1, 1)
-    x, grad = (reserved(3 * strides[0] + channels, F16).as_strided((3, 2, channels), strides) for _ in range(2))
+    strides = (2**31, 3 * 2**31, 1) if depth == 16 else (2**31 + 3, 3 * 2**31 + 11, 1)
+    size = 2 * strides[0] + strides[1] + channels
+    x, grad = (reserved(size, F16).as_strided((3, 2, channels), strides) for _ in range(2))
     x.copy_(torch.randn(3, 2, channels))
     grad.copy_(torch.randn(3, 2, channels))
     values = torch.randn(3, groups, depth, depth).to(F16)
@@ -217,32 +218,32 @@ def test_results_are_those_of_a_dense_matrix(interpreter, name, dtype):
 SMALL = {"samples": 16, "summed": 16, "channels": 16, "few_samples": 16, "block": 16, "part": 16}
 
 
+MANY = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
+
+
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*itertools.product([Case(35, 1, 37, 20, 2, 2)], [F64, F32, F16]), (Case(20, 2, 33, 18, 1, 2, 1.0), F32)],
+    ("case", "dtype", "settings"),
+    [
+        *((Case(35, 1, 37, 20, 2, 2), dtype, {"most": SMALL}) for dtype in (F64, F32, F16)),
+        (Case(20, 2, 33, 18, 1, 2, 1.0), F32, {"most": SMALL}),
+        (Case(20, 1, 5, 6, 6, 7), F32, {"blocks_of_a_program": 1}),
+        (Case(20, 1, 5, 6, 6, 7), F32, {"blocks_of_a_program": 2, "most": SMALL}),
+        (Case(3, 6, 1, 1, 6, 7), F32, {"blocks_of_a_program": 2}),
+        (Case(35, 1, 20, 37, 2, 3, 1.0), F32, {"gpu": MANY, "tf32": True}),
+        (Case(33, 3, 5, 2, 2, 3), F32, {"gpu": MANY}),
+    ],
     ids=str,
 )
-def test_tiles_come_together(interpreter, case, dtype):
+def test_tiles_and_programs_come_together(interpreter, case, dtype, settings):
     problem = make_problem(case, dtype)
-    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype, most=SMALL)), dtype)
-
-
-@pytest.mark.parametrize(
-    ("case", "blocks"),
-    [(Case(20, 1, 5, 6, 6, 7), 1), (Case(20, 1, 5, 6, 6, 7), 2), (Case(3, 6, 1, 1, 6, 7), 2)],
-    ids=str,
-)
-def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
-    problem = make_problem(case, F32)
-    assert problem.live.sum(1).unique().numel() > 2
-    call = make_call(problem, F32, most=SMALL if blocks == 2 else {}, blocks_of_a_program=blocks)
-    assert_is_dense(problem, *interpreter.results(call), F32)
+    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype, **settings)), dtype)
 
 
 # The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
-@pytest.mark.parametrize(("dtype", "tf32"), [(F16, False), slow((F32, True))], ids=str)
 @pytest.mark.parametrize(
-    ("case", "multiprocessors"), [(Case(18, 1, 18, 5, 4, 9, 0.8), 1), (Case(50, 2, 16, 7, 5, 4, 0.6), 100)], ids=str
+    ("case", "multiprocessors", "dtype", "tf32"),
+    [(Case(18, 1, 18, 5, 4, 9, 0.8), 1, F16, False), (Case(50, 2, 16, 7, 5, 4, 0.6), 100, F32, True)],
+    ids=str,
 )
 def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, multiprocessors, dtype, tf32):
     from loco_ext.triton_kernels import block_sparse_tiles as tiles
@@ -262,17 +263,6 @@ def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, m
     assert (plan.form.slices > 1) == (multiprocessors > 1)
     call = make_call(problem, dtype, most=SMALL, gpu=gpu, tf32=tf32)
     assert_is_dense(problem, *interpreter.results(call), dtype)
-
-
-@pytest.mark.parametrize(
-    ("case", "tf32"),
-    [(Case(35, 1, 20, 37, 2, 3, 1.0), True), (Case(1, 1, 4, 5, 1, 1, 1.0), False), (Case(33, 3, 5, 2, 2, 3), False)],
-    ids=str,
-)
-def test_small_layers_on_many_multiprocessors(interpreter, case, tf32):
-    problem = make_problem(case, F32)
-    gpu = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
-    assert_is_dense(problem, *interpreter.results(make_call(problem, F32, gpu=gpu, tf32=tf32)), F32)
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise"])
