@@ -148,7 +148,11 @@ class BlockPattern:
             >>> pattern.crow_indices.tolist(), pattern.col_indices.tolist()
             ([0, 2, 5, 8, 10], [0, 1, 0, 1, 2, 1, 2, 3, 2, 3])
         """
-        conv = ConvGeometry(input_size, kernel_size, stride, padding, dilation, padding_mode)
+        return cls.of_geometry(ConvGeometry(input_size, kernel_size, stride, padding, dilation, padding_mode))
+
+    @classmethod
+    def of_geometry(cls, conv: ConvGeometry) -> BlockPattern:
+        """Return the pattern of :meth:`from_conv` for arguments that have been checked."""
         return cls._of(pattern_indices.conv_pattern(*_three_axes(conv)), conv.n_in, conv)
 
     @classmethod

@@ -80,10 +80,8 @@ def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
 
 def _square_of_pruned(kernel: Tensor, pattern: BlockPattern) -> float:
     """Return the squared norm of the convolution's blocks that the pattern lacks, which are zeros in the layer."""
-    conv = pattern.conv
-    assert conv is not None
-    options = conv.stride, conv.padding, conv.dilation, conv.padding_mode
-    whole = BlockPattern.from_conv(conv.input_size, conv.kernel_size, *options).to(kernel.device)
+    assert pattern.conv is not None
+    whole = BlockPattern.of_geometry(pattern.conv).to(kernel.device)
     _, own, its = pattern.union(whole)
     pruned = torch.isin(its, own, invert=True)
     return _square(embed(kernel, whole)[pruned]) if pruned.any() else 0.0

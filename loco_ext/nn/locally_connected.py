@@ -21,7 +21,7 @@ from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
 from loco_ext.nn.pruning import blocks_to_keep
 from loco_ext.nn.resizing import loaded_pattern, replace, resize
-from loco_ext.ops.block_sparse import TracerWarningsIgnored, contiguous
+from loco_ext.ops.block_sparse import contiguous, ignore_tracer_warnings
 from loco_ext.ops.memory_format import suggests_channels_last
 
 _INDICES = ("crow_indices", "col_indices")
@@ -150,22 +150,18 @@ class LocallyConnectedNd(nn.Module):
             TypeError: ``input`` is not a tensor, or its dtype or device is not that of the layer.
             ValueError: ``input`` has another shape; the layer accepts one input size only.
         """
-        if torch.jit.is_tracing():
-            with TracerWarningsIgnored():
-                return self._forward(input)
-        return self._forward(input)
-
-    def _forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
-        batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
-        if pattern.crow_indices.device != x.device:
-            pattern = pattern.to(x.device)
-        pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.weight)
-        y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
-        y = y.view(y.shape[0], *self.output_size, y.shape[2]).movedim(-1, 1)
-        if not suggests_channels_last(batch):
-            y = contiguous(y)
-        return y if x.dim() == self.axes + 2 else y.squeeze(0)
+        with ignore_tracer_warnings():
+            self._check_input(input)
+            batch, pattern = input if input.dim() == self.axes + 2 else input.unsqueeze(0), self.pattern
+            if pattern.crow_indices.device != input.device:
+                pattern = pattern.to(input.device)
+            pixels = batch.flatten(2).transpose(1, 2)
+            consume = self._backward_step and self._backward_step.of(self.weight)
+            y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
+            y = y.view(y.shape[0], *self.output_size, y.shape[2]).movedim(-1, 1)
+            if not suggests_channels_last(batch):
+                y = contiguous(y)
+            return y if input.dim() == self.axes + 2 else y.squeeze(0)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:

@@ -41,10 +41,6 @@ def _above(weight: Tensor, threshold: float) -> Tensor:
 
 
 def _within(pattern: BlockPattern, radius: int) -> Tensor:
-    conv = pattern.to("cpu").conv
-    assert conv is not None
-    whole = BlockPattern.from_conv(
-        conv.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
-    )
-    united, places, wanted = pattern.union(whole.grow(radius)[0])
-    return torch.zeros(united.nnz, dtype=torch.bool, device="cpu").index_fill_(0, wanted, True)[places]
+    assert pattern.conv is not None
+    _, own, wanted = pattern.union(BlockPattern.of_geometry(pattern.conv).grow(radius)[0])
+    return torch.isin(own, wanted, assume_unique=True)

@@ -86,28 +86,24 @@ def block_sparse_matmul(
         tensor([[[ 21.],
                  [200.]]])
     """
-    if tracing := torch.jit.is_tracing():
-        with TracerWarningsIgnored():
-            x, values, bias = _checked(x, values, pattern, bias)
-    else:
+    with ignore_tracer_warnings():
         x, values, bias = _checked(x, values, pattern, bias)
     consumer = None
     if consume is not None:
         _check_consume(consume)
         consumer = _Consumer(consume, pattern)
     indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
-    if (tracing or torch.compiler.is_exporting()) and consumer is None:
+    if (torch.jit.is_tracing() or torch.compiler.is_exporting()) and consumer is None:
         traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
         return traced
     return _differentiable(_Matmul, x, values, bias, consumer, *indices)
 
 
-class TracerWarningsIgnored(warnings.catch_warnings):
-    """A context for decisions that torch.jit.trace may record as constants, as they hold for every batch size."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+def ignore_tracer_warnings() -> AbstractContextManager[object]:
+    """Return a context for decisions that torch.jit.trace may record as constants: they hold for every batch size."""
+    if not torch.jit.is_tracing():
+        return nullcontext()
+    return warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning)
 
 
 def _checked(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> Any:

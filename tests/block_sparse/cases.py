@@ -183,18 +183,16 @@ def channels_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return the same numbers with 3 others after each entry of the first dimension, whose stride becomes odd."""
-    wide = torch.full((tensor.shape[0], tensor[0].numel() + 3), torch.nan, dtype=tensor.dtype)
-    wide[:, : tensor[0].numel()] = tensor.flatten(1)
-    return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
-
-
 def in_wider_pixels(tensor: Tensor) -> Tensor:
     """Return the same numbers with 3 others after each row of the last dimension."""
     wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), torch.nan, dtype=tensor.dtype)
     wide[..., : tensor.shape[-1]] = tensor
     return wide[..., : tensor.shape[-1]]
+
+
+def in_wider_rows(tensor: Tensor) -> Tensor:
+    """Return the same numbers with 3 others after each entry of the first dimension, whose stride becomes odd."""
+    return in_wider_pixels(tensor.flatten(1)).unflatten(1, tensor.shape[1:])
 
 
 LAYOUTS = (spread, shifted, channels_first, in_wider_rows, in_wider_pixels)

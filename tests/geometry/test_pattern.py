@@ -25,25 +25,18 @@ def random_pattern(generator, n_out, n_in, conv=None):
     return BlockPattern(crow, matrix.nonzero()[:, 1], n_in, conv), matrix
 
 
-def test_pairs_are_what_torch_reads():
-    for seed in SEEDS:
-        case = random_case(random.Random(seed))
-        pattern = BlockPattern.from_conv(*case.arguments)
-        matrix = embedding(case).sum(2) > 0
-        assert torch.equal(dense(pattern), matrix), case
-        assert (pattern.n_out, pattern.n_in, pattern.nnz) == (*matrix.shape, int(matrix.sum()))
-        assert pattern.crow_indices.dtype == pattern.col_indices.dtype == torch.int64
-        assert torch.equal(pattern.row_indices, matrix.nonzero()[:, 0])
-
-
-def test_taps_are_what_torch_reads():
-    """Taps of the pattern, grown and pruned: every tap that reads a pixel is listed, in order, with its block."""
+def test_pairs_and_taps_are_what_torch_reads():
+    """Every tap that reads a pixel is listed, in order, with its block, also in patterns that are grown and pruned."""
     for seed in SEEDS:
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
-        pattern = BlockPattern.from_conv(*case.arguments)
+        pattern, reads, weights = BlockPattern.from_conv(*case.arguments), read_pixels(case), embedding(case)
+        local = weights.sum(2) > 0
+        assert torch.equal(dense(pattern), local), case
+        assert (pattern.n_out, pattern.n_in, pattern.nnz) == (*local.shape, int(local.sum()))
+        assert pattern.crow_indices.dtype == pattern.col_indices.dtype == torch.int64
+        assert torch.equal(pattern.row_indices, local.nonzero()[:, 0])
         larger, _ = pattern.grow(seed % 3)
         smaller, _ = larger.prune(torch.rand(larger.nnz, generator=generator) < 0.7)
-        reads = read_pixels(case)
         for some in (pattern, larger, smaller):
             number = dense(some).flatten().cumsum(0).view(some.n_out, some.n_in) - 1
             there = (reads >= 0) & dense(some).gather(1, reads.clamp(min=0))
@@ -51,8 +44,10 @@ def test_taps_are_what_torch_reads():
             assert torch.equal(some.taps.output, output), case
             assert torch.equal(some.taps.tap, tap)
             assert torch.equal(some.taps.block, number[output, reads[output, tap]])
-            local = (embedding(case).sum(2) > 0)[dense(some)]
-            assert torch.equal(some.local_mask(), local)
+            assert torch.equal(some.local_mask(), local[dense(some)])
+        pairs = pattern.conv.tap_pairs()
+        assert pairs.dtype == torch.int64
+        assert torch.equal(pairs.double(), weights.flatten(0, 1).T @ weights.flatten(0, 1)), case
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -68,16 +63,6 @@ def test_same_and_valid_padding_are_torchs(mode, dilation):
         matrix[dense(pattern)] = values
         x = torch.randn(90, dtype=torch.float64)
         torch.testing.assert_close(matrix @ x, conv(x.view(1, 1, 9, 10)).flatten(), rtol=1e-12, atol=1e-13)
-
-
-def test_positions_of_taps_are_counted():
-    """tap_pairs is E^T E of the matrix E that maps weights to blocks."""
-    for seed in SEEDS:
-        case = random_case(random.Random(seed))
-        pairs = embedding(case).flatten(0, 1)
-        counted = ConvGeometry(*case.arguments).tap_pairs()
-        assert counted.dtype == torch.int64
-        assert torch.equal(counted.double(), pairs.T @ pairs), case
 
 
 def test_growth_spreads_every_row():
@@ -107,14 +92,6 @@ def test_growth_of_pruned_patterns():
         direct, all_places = pattern.grow(radius + 1)
         assert torch.equal(dense(twice), dense(direct)), (case, radius)
         assert torch.equal(more[places], all_places)
-
-
-def test_outputs_that_read_padding_alone_grow_from_the_border():
-    pattern = BlockPattern.from_conv(4, kernel_size=1, padding=2)
-    assert pattern.crow_indices.tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4]
-    larger, places = pattern.grow(1)
-    assert larger.col_indices.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 2, 1, 2, 3, 2, 3, 2, 3, 2, 3]
-    assert places.tolist() == [4, 7, 10, 13]
 
 
 @pytest.mark.parametrize(("n_out", "n_in"), [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)], ids=str)
@@ -184,35 +161,6 @@ def test_patterns_on_a_device():
     assert torch.equal(there.grow(1)[0].col_indices, pattern.grow(1)[0].col_indices)
     assert there.grow(0)[0] is pattern
     assert torch.equal(there.taps.block, pattern.taps.block)
-
-
-def test_compiled_and_exported_graphs_use_patterns():
-    class Transposing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pattern = BlockPattern.from_conv((4, 5), 3, padding=1)
-            self.pattern.transpose()
-
-        def forward(self, x):
-            pattern = self.pattern.to(x.device)
-            _, rows, blocks = pattern.transpose()
-            return x[:, pattern.col_indices][:, blocks] * rows + pattern.nnz * pattern.n_in + pattern.n_out
-
-    module, x = Transposing(), torch.randn(2, 20)
-    expected = module(x)
-    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), expected)
-    assert torch.equal(torch.export.export(module, (x,)).module()(x), expected)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_patterns_on_a_gpu():
-    pattern = BlockPattern.from_conv((6, 7), 3, padding=1)
-    there = pattern.to("cuda")
-    assert there is pattern.to("cuda:0")
-    for ours, theirs in zip(pattern.transpose(), there.transpose(), strict=True):
-        assert theirs.is_cuda
-        assert torch.equal(ours, theirs.cpu())
-    assert torch.equal(there.row_indices.cpu(), pattern.row_indices)
 
 
 def test_default_devices_and_dtypes_change_nothing():

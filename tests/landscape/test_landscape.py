@@ -10,7 +10,6 @@ from loco_ext.ops.landscape import laplacian_stencil
 from tests.covering import slow
 
 F64 = torch.float64
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def by_autograd(g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch import Tensor
 from bench.ahead_of_time import Driver, Warmed, gpu, resources
 from loco_ext.ops.landscape import laplacian_stencil
 from loco_ext.reference import landscape as reference
+from tests.covering import slow
 from tests.tolerances import assert_within_ulps
 from tests.triton_runs import CUDA, loaded, needs_compiler, needs_triton, saved
 
@@ -64,13 +63,12 @@ COMPILED = {
     "wide stencil, double precision": (torch.float64, 7, False),
     "target, half precision": (torch.bfloat16, 3, True),
 }
-COMPILATIONS = [
-    pytest.param(name, arch, marks=() if (name, arch) == ("target", 90) else pytest.mark.slow)
-    for name, arch in itertools.product(COMPILED, [*CUDA, 120])
-]
 
 
-@pytest.mark.parametrize(("name", "arch"), COMPILATIONS)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("target", 90), *map(slow, [*zip(COMPILED, [*CUDA, 120], strict=True), ("wide stencil, double precision", 120)])],
+)
 @pytest.mark.usefixtures("_compiling")
 def test_the_kernels_compile_within_their_budgets(monkeypatch, name, arch):
     import triton
