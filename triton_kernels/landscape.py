@@ -248,7 +248,7 @@ def landscape(
     """Return the loss, the landscape, its Laplacian, and the slope dL/dA."""
     samples, channels, height, width = g.shape
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
-    g, weights, stencil = g.resolve_neg(), weights.contiguous(), stencil.contiguous()
+    weights, stencil = weights.contiguous(), stencil.contiguous()
     target = None if target is None else target.contiguous()
     squares, slope = (torch.empty(g.shape[1:], dtype=torch.float64, device=g.device) for _ in range(2))
     image, laplacian = (torch.empty((height, width), dtype=dtype, device=g.device) for _ in range(2))
@@ -267,7 +267,7 @@ def landscape(
 
 def landscape_backward(g: Tensor, weights: Tensor, slope: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the loss in ``g`` and ``weights``."""
-    g, weights = g.resolve_neg(), weights.contiguous()
+    weights = weights.contiguous()
     u, by_weights = torch.empty(g.shape, dtype=g.dtype, device=g.device), torch.empty_like(weights)
     size, pixels = slope.numel(), slope[0].numel()
     if len(g):

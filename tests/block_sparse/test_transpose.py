@@ -16,7 +16,7 @@ from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected
 from loco_ext.ops import backends, block_sparse
 from tests.covering import covering
 from tests.tolerances import same_bits
-from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
+from tests.triton_runs import Guarded, interpret, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -55,19 +55,17 @@ def negated_and_expanded(x: Tensor) -> Tensor:
     return torch._neg_view(plain(-x[:, :, :1])).expand_as(x)
 
 
-def run(data: bytes) -> bytes:
-    """Transpose pickled tensors, in the interpreter's process, and assert that nothing else is written."""
+def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Transpose a tensor, in the interpreter's process, and assert that nothing else is written."""
     from loco_ext.triton_kernels.block_sparse import block_sparse_transposed
 
-    results = []
-    for x, dtype in loaded(data):
-        empty, before = Guarded(torch.empty), x.clone()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty", empty)
-            results.append(block_sparse_transposed(x, dtype))
-        assert same_bits(x.resolve_neg(), before.resolve_neg()), "the operand was written"
-        empty.check()
-    return saved(results)
+    empty, before = Guarded(torch.empty), x.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        result = block_sparse_transposed(x, dtype)
+    assert same_bits(x.resolve_neg(), before.resolve_neg()), "the operand was written"
+    empty.check()
+    return result
 
 
 FUNCTIONS = plain, cut_out, samples_innermost, negated, expanded, negated_and_expanded
@@ -98,23 +96,23 @@ def test_the_kernel_copies_every_bit(interpreter_process: ProcessPoolExecutor, s
     if BF16 in dtypes:  # the interpreter does not round to bfloat16 as GPUs do
         numbers = numbers.bfloat16()
     x = LAYOUTS[layout](numbers.to(dtypes[0]))
-    (found,) = loaded(interpreter_process.submit(run, saved([(x, dtypes[1])])).result())
+    found = interpret(interpreter_process, run, x, dtypes[1])
     assert found.is_contiguous()
     assert same_bits(found, x.to(dtypes[1]).resolve_neg())
 
 
-def far_rows() -> tuple[Any, ...]:
+def far_rows() -> tuple[Tensor, Tensor]:
     """Return, in the interpreter's process, activations transposed that span 2^31 elements along two axes, and them."""
     from loco_ext.triton_kernels.block_sparse import block_sparse_transposed
 
     strides = (2**30 + 5, 1, 2**30 - 1)
     x = reserved(2 * strides[0] + 3 * strides[2] + 5, F16).as_strided((3, 5, 4), strides).copy_(torch.randn(3, 5, 4))
-    return block_sparse_transposed(x, F32).numpy(), x.contiguous().numpy()
+    return block_sparse_transposed(x, F32), x.contiguous()
 
 
 @needs_memory
 def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter_process: ProcessPoolExecutor):
-    found, x = map(torch.from_numpy, interpreter_process.submit(far_rows).result())
+    found, x = interpret(interpreter_process, far_rows)
     assert same_bits(found, x.float())
 
 
@@ -136,47 +134,43 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def train(data: bytes) -> bytes:
-    """Run pickled layers with the GPU's kernels, in the interpreter's process.
+def train(layer: Any, x: Tensor, grad: Tensor, dtype: torch.dtype | None) -> tuple[list[Tensor], Any, Any]:
+    """Run a layer with the GPU's kernels, in the interpreter's process; ``dtype`` is autocast's.
 
-    For each of (layer, x, gradient of the output, autocast's dtype or None), the result is (output and gradients, what
-    the kernel transposed in both passes, what torch copied in both).
+    Returns:
+        Output and gradients; then, for the forward and the backward pass, what the kernel transposed in it and what
+        torch copied.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    results = []
-    with pytest.MonkeyPatch.context() as patch:
+    run_triton = block_sparse._run_triton
+    transposed: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def run_quietly(name: str, *arguments: Any) -> Tensor:
+        with _disable_current_modes():
+            result = run_triton(name, *arguments)
+        if name == "block_sparse_transposed":
+            transposed.append((tuple(result.shape), result.dtype))
+        return result
+
+    copies = Copies({x.numel(), grad.numel()})
+    leaves, grad = (x.requires_grad_(), *layer.parameters()), grad.to(dtype)
+    with pytest.MonkeyPatch.context() as patch, loco_ext.backend("triton"):
         use_gpu_kernels(patch)
-        run_triton = block_sparse._run_triton
-        transposed: list[tuple[tuple[int, ...], torch.dtype]] = []
-
-        def run_quietly(name: str, *arguments: Any) -> Tensor:
-            with _disable_current_modes():
-                result = run_triton(name, *arguments)
-            if name == "block_sparse_transposed":
-                transposed.append((tuple(result.shape), result.dtype))
-            return result
-
         patch.setattr(block_sparse, "_run_triton", run_quietly)
-        for layer, x, grad, dtype in loaded(data):
-            transposed.clear()
-            copies = Copies({x.numel(), grad.numel()})
-            leaves, grad = (x.requires_grad_(), *layer.parameters()), grad.to(dtype)
-            with loco_ext.backend("triton"), copies:
-                with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                    y = layer(x)
-                assert not (transposed and y._is_view()), (
-                    "an operation in place on the output would copy it in its backward"
-                )
-                forward = [*transposed], [*copies.made]
-                gradients = torch.autograd.grad(y, leaves, grad, create_graph=dtype is None)
-                backward = transposed[len(forward[0]) :], copies.made[len(forward[1]) :]
-            found = [y, *gradients]
-            if dtype is None:
-                with loco_ext.backend("triton"):
-                    found += torch.autograd.grad(sum(each.square().sum() for each in gradients), leaves[:2])
-            results.append(([t.detach() for t in found], forward, backward))
-    return saved(results)
+        with copies:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                y = layer(x)
+            assert not (transposed and y._is_view()), (
+                "operations in place would copy the output in their backward"
+            )
+            forward = [*transposed], [*copies.made]
+            gradients = torch.autograd.grad(y, leaves, grad, create_graph=dtype is None)
+            backward = transposed[len(forward[0]) :], copies.made[len(forward[1]) :]
+        found = [y, *gradients]
+        if dtype is None:
+            found += torch.autograd.grad(sum(each.square().sum() for each in gradients), leaves[:2])
+    return [t.detach() for t in found], forward, backward
 
 
 def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -227,7 +221,7 @@ def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(i
     """Images of one channel or one pixel, or without a sample, are not transposed at all."""
     layer = LAYERS[name](F64)
     x, grad = images(layer, batch, F64)
-    ((found, forward, backward),) = loaded(interpreter_process.submit(train, saved([(layer, x, grad, None)])).result())
+    found, forward, backward = interpret(interpreter_process, train, layer, x, grad, None)
     for one, other in zip(found, expected(layer, x, grad, second=True), strict=True):
         torch.testing.assert_close(one, other)
     assert found[0].stride() == x.new_empty(found[0].shape).stride()
@@ -245,7 +239,7 @@ def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(i
 def test_under_autocast_the_kernel_casts(interpreter_process, name):
     layer = LAYERS[name](F32)
     x, grad = images(layer, 2, F32)
-    ((found, forward, backward),) = loaded(interpreter_process.submit(train, saved([(layer, x, grad, F16)])).result())
+    found, forward, backward = interpret(interpreter_process, train, layer, x, grad, F16)
     assert [t.dtype for t in found] == [F16, F32, F32, F32]
     for one, other in zip(found, expected(layer, x, grad), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-2, atol=2e-2)
@@ -259,9 +253,7 @@ def test_under_autocast_the_kernel_casts(interpreter_process, name):
 def test_images_in_channels_last_are_not_transposed(interpreter_process, autocast):
     layer = LAYERS["2d"](F32)
     x, grad = (t.contiguous(memory_format=torch.channels_last) for t in images(layer, 2, F32))
-    ((found, forward, backward),) = loaded(
-        interpreter_process.submit(train, saved([(layer, x, grad, autocast)])).result()
-    )
+    found, forward, backward = interpret(interpreter_process, train, layer, x, grad, autocast)
     tolerance = {"rtol": 1e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-4}
     for one, other in zip(found, expected(layer, x, grad, second=autocast is None), strict=True):
         torch.testing.assert_close(one.double(), other, **tolerance)
@@ -309,16 +301,16 @@ def derivatives(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
     return [each, torch.func.jacrev(layer)(x), *torch.func.jvp(layer, (x,), (x,))]
 
 
-def derivatives_with_gpu_kernels(data: bytes) -> bytes:
+def derivatives_with_gpu_kernels(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch, loco_ext.backend("triton"):
         use_gpu_kernels(patch)
-        return saved([t.detach() for t in derivatives(*loaded(data))])
+        return [t.detach() for t in derivatives(layer, x)]
 
 
 def test_transforms_go_through(interpreter_process):
     layer = LocallyConnected2d(2, 1, 2, input_size=(2, 3), dtype=F64)
     x, _ = images(layer, 2, F64)
-    found = loaded(interpreter_process.submit(derivatives_with_gpu_kernels, saved((layer, x))).result())
+    found = interpret(interpreter_process, derivatives_with_gpu_kernels, layer, x)
     with loco_ext.backend("reference"):
         torch.testing.assert_close(found, [t.detach() for t in derivatives(layer, x)])
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from tests.block_sparse.cases import (
 )
 from tests.covering import slow
 from tests.tolerances import assert_sum_of_products, same_bits
-from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
+from tests.triton_runs import Guarded, interpret, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -72,12 +73,12 @@ class Call:
 # ---- in the interpreter's process
 
 
-def run(data: bytes) -> bytes:
-    """Compute the products of pickled calls, and assert that nothing else is written."""
+def run(*calls: Call) -> list[tuple[Tensor, ...]]:
+    """Compute the products of calls, in the interpreter's process, and assert that nothing else is written."""
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
     results = []
-    for call in loaded(data):
+    for call in calls:
         empty = Guarded(torch.empty)
         operands = (call.x, call.values, call.grad)
         before = [operand.clone() for operand in operands]
@@ -96,7 +97,7 @@ def run(data: bytes) -> bytes:
         assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"
         empty.check()
     forget_plans()
-    return saved(results)
+    return results
 
 
 def forget_plans() -> None:
@@ -113,7 +114,7 @@ FAR_PATTERN = (
 )
 
 
-def far_activations(depth: int) -> tuple[Any, ...]:
+def far_activations(depth: int) -> tuple[Tensor, ...]:
     """Return results and operands of a call whose samples lie 2^31 elements apart, and pixels farther."""
     from loco_ext.triton_kernels import block_sparse
 
@@ -126,7 +127,7 @@ def far_activations(depth: int) -> tuple[Any, ...]:
     grad.copy_(torch.randn(3, 2, channels))
     values = torch.randn(3, groups, depth, depth).to(F16)
     results = Call(x, values, None, grad, *FAR_PATTERN).products(block_sparse)
-    return tuple(tensor.contiguous().numpy() for tensor in (*results, x, values, grad))
+    return tuple(tensor.contiguous() for tensor in (*results, x, values, grad))
 
 
 def far_blocks(depth: int) -> bool:
@@ -157,17 +158,10 @@ def far_blocks(depth: int) -> bool:
 # ---- in this process
 
 
-@dataclass
-class Interpreter:
-    pool: ProcessPoolExecutor
-
-    def results(self, *calls: Call) -> list[tuple[Tensor, ...]]:
-        return loaded(self.pool.submit(run, saved(calls)).result())
-
-
 @pytest.fixture
-def interpreter(interpreter_process: ProcessPoolExecutor) -> Interpreter:
-    return Interpreter(interpreter_process)
+def results_of(interpreter_process: ProcessPoolExecutor) -> Callable[..., list[tuple[Tensor, ...]]]:
+    """Return the function that computes the products of calls in the interpreter."""
+    return partial(interpret, interpreter_process, run)
 
 
 def make_call(problem: Problem, dtype: torch.dtype, **settings: Any) -> Call:
@@ -209,9 +203,9 @@ EVERY_DTYPE = ("odd groups", "depthwise")
     ],
     ids=str,
 )
-def test_results_are_those_of_a_dense_matrix(interpreter, name, dtype):
+def test_results_are_those_of_a_dense_matrix(results_of, name, dtype):
     problem = make_problem(TRITON_CASES[name], dtype)
-    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype)), dtype)
+    assert_is_dense(problem, *results_of(make_call(problem, dtype)), dtype)
 
 
 # Tiles of 16 by 16 by 16, so that each call has several of each kind, the last not whole.
@@ -234,9 +228,9 @@ MANY = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
     ],
     ids=str,
 )
-def test_tiles_and_programs_come_together(interpreter, case, dtype, settings):
+def test_tiles_and_programs_come_together(results_of, case, dtype, settings):
     problem = make_problem(case, dtype)
-    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype, **settings)), dtype)
+    assert_is_dense(problem, *results_of(make_call(problem, dtype, **settings)), dtype)
 
 
 # The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
@@ -245,7 +239,7 @@ def test_tiles_and_programs_come_together(interpreter, case, dtype, settings):
     [(Case(18, 1, 18, 5, 4, 9, 0.8), 1, F16, False), (Case(50, 2, 16, 7, 5, 4, 0.6), 100, F32, True)],
     ids=str,
 )
-def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, multiprocessors, dtype, tf32):
+def test_gradients_of_several_blocks_at_a_time(results_of, monkeypatch, case, multiprocessors, dtype, tf32):
     from loco_ext.triton_kernels import block_sparse_tiles as tiles
 
     monkeypatch.setattr(tiles, "MOST", {kind: replace(most, **SMALL) for kind, most in tiles.MOST.items()})
@@ -262,16 +256,16 @@ def test_gradients_of_several_blocks_at_a_time(interpreter, monkeypatch, case, m
     assert (counts % plan.form.blocks).any()
     assert (plan.form.slices > 1) == (multiprocessors > 1)
     call = make_call(problem, dtype, most=SMALL, gpu=gpu, tf32=tf32)
-    assert_is_dense(problem, *interpreter.results(call), dtype)
+    assert_is_dense(problem, *results_of(call), dtype)
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise"])
-def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(interpreter, name):
+def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(results_of, name):
     problem = make_problem(TRITON_CASES[name], F16)
     call = make_call(problem, F16)
     wide = replace(call, values=call.values.float() * (1 + 2.0**-13))  # rounds to what it was
     assert same_bits(wide.values.half(), call.values)
-    expected, (y, grad_x, grad_values) = interpreter.results(call, wide)
+    expected, (y, grad_x, grad_values) = results_of(call, wide)
     assert same_bits(y, expected[0])
     assert same_bits(grad_x, expected[1])
     assert grad_values.dtype == F32
@@ -288,7 +282,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_change_nothing(interpreter, name):
+def test_layouts_change_nothing(results_of, name):
     """Layouts are those that the operator passes on: adjacent channels of a pixel, contiguous blocks and bias."""
     call = make_call(make_problem(TRITON_CASES[name], F32), F32)
     calls = []
@@ -296,13 +290,13 @@ def test_layouts_change_nothing(interpreter, name):
         x, grad = (ops.block_sparse._adjacent(layout(t)) for t in (call.x, call.grad))
         values, bias = (layout(t).contiguous() for t in (call.values, call.bias))
         calls.append(replace(call, x=x, grad=grad, values=values, bias=bias))
-    expected, *results = interpreter.results(call, *calls)
+    expected, *results = results_of(call, *calls)
     for found in results:
         assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise"])
-def test_expanded_and_negated_operands_without_a_bias(interpreter, name):
+def test_expanded_and_negated_operands_without_a_bias(results_of, name):
     call = make_call(make_problem(TRITON_CASES[name]), F64)
     x, grad, values = (torch.complex(t, -t).conj().imag for t in (call.x, call.grad, call.values))
     assert x.is_neg()
@@ -310,19 +304,19 @@ def test_expanded_and_negated_operands_without_a_bias(interpreter, name):
         replace(call, x=call.x[:1].expand_as(call.x), grad=call.grad[:, :1].expand_as(call.grad)),
         replace(call, x=x, grad=grad, values=values, bias=None),
     ]
-    for each, results in zip(calls, interpreter.results(*calls), strict=True):
+    for each, results in zip(calls, results_of(*calls), strict=True):
         assert_is_reference(each, results)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "dtype"), [("depthwise", torch.nan, F16), ("not a multiple of anything", torch.inf, F32)], ids=str
 )
-def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(interpreter, name, value, dtype):
+def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(results_of, name, value, dtype):
     problem = make_problem(TRITON_CASES[name], dtype)
     call = make_call(problem, dtype)
     pixel = problem.live.sum(0).argmax()
     call.x[1, pixel] = value
-    ((y, _, values),) = interpreter.results(call)
+    ((y, _, values),) = results_of(call)
     assert_only_readers_are_not_finite(y, problem.live, pixel)
     touched = problem.live.nonzero()[:, 1] == pixel
     assert torch.equal(~values.isfinite(), touched[:, None, None, None].expand_as(values))
@@ -333,15 +327,15 @@ needs_memory = pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32
 
 @needs_memory
 @pytest.mark.parametrize("depth", [1, 5, 16])
-def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter, depth):
-    *results, x, values, grad = map(torch.from_numpy, interpreter.pool.submit(far_activations, depth).result())
+def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter_process, depth):
+    *results, x, values, grad = interpret(interpreter_process, far_activations, depth)
     assert_is_reference(Call(x, values, None, grad, *FAR_PATTERN), results)
 
 
 @needs_memory
 @pytest.mark.parametrize("depth", [1, 64])
-def test_blocks_beyond_the_2_to_the_31st_number(interpreter, depth):
-    assert interpreter.pool.submit(far_blocks, depth).result()
+def test_blocks_beyond_the_2_to_the_31st_number(interpreter_process, depth):
+    assert interpret(interpreter_process, far_blocks, depth)
 
 
 # ---- the choice of the backend

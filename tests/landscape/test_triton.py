@@ -9,7 +9,7 @@ from loco_ext.ops.landscape import laplacian_stencil
 from loco_ext.reference import landscape as reference
 from tests.covering import slow
 from tests.tolerances import assert_within_ulps
-from tests.triton_runs import CUDA, loaded, needs_compiler, needs_triton, saved
+from tests.triton_runs import CUDA, interpret, needs_compiler, needs_triton
 
 pytestmark = needs_triton
 
@@ -17,12 +17,11 @@ pytestmark = needs_triton
 ULPS_OF_SUMS = 2**10
 
 
-def run(call: bytes) -> bytes:
+def run(g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
     from loco_ext.triton_kernels import landscape
 
-    g, weights, stencil, target, grad = loaded(call)
     forward = landscape.landscape(g, weights, stencil, target)
-    return saved((*forward, *landscape.landscape_backward(g, weights, forward[-1], grad)))
+    return *forward, *landscape.landscape_backward(g, weights, forward[-1], grad)
 
 
 def make_call(shape: tuple[int, ...], dtype: torch.dtype, width: int, with_target: bool) -> tuple[Tensor | None, ...]:
@@ -47,7 +46,7 @@ def test_the_kernels_compute_what_the_reference_does(interpreter_process, name):
     g, weights, stencil, target, grad = call
     others = (g.contiguous(memory_format=torch.channels_last), torch.zeros_like(g))
     for gradients in (g, *(others if name in ("target", "one sample, one pixel") else ())):
-        found = loaded(interpreter_process.submit(run, saved((gradients, *call[1:]))).result())
+        found = interpret(interpreter_process, run, gradients, *call[1:])
         forward = reference.landscape(gradients, weights, stencil, target)
         expected = (*forward, *reference.landscape_backward(gradients, weights, forward[-1], grad))
         for actual, right in zip(found, expected, strict=True):
