@@ -161,9 +161,7 @@ def train(layer: Any, x: Tensor, grad: Tensor, dtype: torch.dtype | None) -> tup
         with copies:
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 y = layer(x)
-            assert not (transposed and y._is_view()), (
-                "operations in place would copy the output in their backward"
-            )
+            assert not (transposed and y._is_view()), "operations in place would copy the output in their backward"
             forward = [*transposed], [*copies.made]
             gradients = torch.autograd.grad(y, leaves, grad, create_graph=dtype is None)
             backward = transposed[len(forward[0]) :], copies.made[len(forward[1]) :]

@@ -7,6 +7,7 @@ from torch.nn.functional import conv2d, pad
 
 from loco_ext import ops
 from loco_ext.ops.landscape import laplacian_stencil
+from loco_ext.reference import landscape as reference
 from tests.covering import slow
 
 F64 = torch.float64
@@ -81,6 +82,16 @@ def test_gradients_of_zeros_make_maps_of_zeros_and_nan_comes_through():
     assert not found.loss
     assert not torch.autograd.grad(found.loss, zeros)[0].any()
     assert ops.landscape(torch.full((1, 1, 3, 3), torch.nan)).loss.isnan()
+
+
+def test_kernels_get_no_lazy_negations(monkeypatch):
+    g = torch.complex(torch.randn(2, 3, 6, 6), torch.randn(2, 3, 6, 6)).conj().imag
+    expected, lazy = ops.landscape(g.resolve_neg()), []
+    compute = reference.landscape
+    monkeypatch.setattr(reference, "landscape", lambda g, *others: lazy.append(g.is_neg()) or compute(g, *others))
+    assert g.is_neg()
+    torch.testing.assert_close(ops.landscape(g), expected)
+    assert lazy == [False]
 
 
 G = torch.zeros(2, 3, 6, 6)
