@@ -33,8 +33,8 @@ def make_model(dtype=torch.float32):
     ("memory_format", "compiler"),
     [
         (torch.contiguous_format, "aot_eager"),
+        slow((torch.channels_last, "aot_eager")),
         slow((torch.contiguous_format, "inductor")),
-        slow((torch.channels_last, "inductor")),
     ],
     ids=str,
 )
