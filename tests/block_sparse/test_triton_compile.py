@@ -82,7 +82,6 @@ def unfenced(ptx: str) -> int:
 def needs_pipelines(arch: int) -> None:
     """Skip the test with a Triton whose tensor cores would not wait for tiles that are loaded ahead."""
     import triton
-
     from loco_ext.triton_kernels.block_sparse_tiles import puts_fences
 
     if not puts_fences(triton.__version__, (arch // 10, 0)):
@@ -112,7 +111,6 @@ class Compiler:
         wide_values: bool = False,
     ) -> Launch:
         import triton
-
         from loco_ext.triton_kernels import block_sparse
         from loco_ext.triton_kernels.block_sparse_tiles import GpuLimits, puts_fences
 
@@ -135,7 +133,6 @@ class Compiler:
     def transpose(self, x: torch.Tensor, dtype: torch.dtype, arch: int | str = 90) -> Launch:
         """Return the launch that makes the transposed view of ``x`` contiguous."""
         import triton
-
         from loco_ext.triton_kernels import block_sparse
 
         kernel = Warmed(block_sparse.transpose_kernel)
