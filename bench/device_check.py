@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 # Modules of tests on the GPU, by part; some also have tests that need none.
 GPU_TESTS = {
-    "optim_step": ("optim/test_cuda", "optim/test_cuda_graphs", "optim_step/test_triton_gpu"),
+    "optim_step": ("optim/test_cuda", "optim/test_cuda_graphs"),
     "penalty": ("optim/test_cuda_penalty",),
     "ring_prox": ("ring_prox/test_gpu",),
     "block_sparse": ("block_sparse/test_triton_gpu",),
