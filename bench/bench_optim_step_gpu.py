@@ -21,7 +21,7 @@ import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -236,7 +236,7 @@ def time_both(
     return harness.compare(build, effort, label, before, harness.gpu_seconds), host
 
 
-def both(gpu: harness.Comparison, host: harness.Comparison) -> dict[str, dict[str, Any]]:
+def both(gpu: Mapping[str, harness.Timing], host: Mapping[str, harness.Timing]) -> dict[str, dict[str, Any]]:
     """Return the GPU and host timings of each candidate."""
     return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
 
@@ -253,9 +253,7 @@ def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.T
         "tensors": len(elements),
         "elements": sum(elements),
         "bytes": moved,
-        "candidates": {
-            name: {"gpu": asdict(gpu[name]), "host": asdict(host[name]), "seconds": steps[name]} for name in gpu
-        },
+        "candidates": {name: timings | {"seconds": steps[name]} for name, timings in both(gpu, host).items()},
         "bandwidth": {name: {"bytes_per_second": rate, "of_copy": rate / copy} for name, rate in rates.items()},
         "ratios": {"gpu": ratios(on_gpu), "step": ratios(steps)},
     }

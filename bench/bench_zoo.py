@@ -12,11 +12,10 @@ random scales and shifts. torchvision and timm must be installed beside torch: p
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,14 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     started = time.process_time()
     smaller, report = sparsity.compact(network, x)
     seconds = time.process_time() - started
-    times: dict[str, list[float]] = {"network": [], "compacted": []}
-    candidates = {"network": network, "compacted": smaller}
+    effort = harness.Effort(rounds, min_seconds=0.0, warmup=1, builds=1)
+    calls = {"network": partial(network, x), "compacted": partial(smaller, x)}
     with torch.inference_mode():
-        for turn in range(rounds + 1):
-            for key in sorted(candidates, reverse=bool(turn % 2)):
-                begun = time.thread_time()
-                candidates[key](x)
-                times[key] += [time.thread_time() - begun] if turn else []
+        timings = harness.compare(calls.copy, effort, name, clock=thread_seconds)
     return {
         "network": name,
-        "candidates": {key: asdict(harness.summarise([values])) for key, values in times.items()},
-        "speedup": statistics.median(a / b for a, b in zip(times["network"], times["compacted"], strict=True)),
+        "candidates": timings.to_dict(),
+        "speedup": timings.ratio("network", "compacted"),
         "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
         "compaction_seconds": seconds,
         "error": difference(name),
@@ -113,6 +108,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         },
         "kept": report.notes.get("model"),
     }
+
+
+def thread_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
+    """Time a call by the CPU time of this thread."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ networks learn from it in all epochs, those that are pruned at the cut in the ep
 """
 
 import copy
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
-from bench import harness, machine
+from bench import harness
 from loco_ext import geometry, sparsity
 from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
@@ -43,13 +42,13 @@ from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import summaries, tables
 from studies.fitting import fit
 from studies.options import Data, Runs
+from studies.result_file import Record, ResultFile
 
 WIDTHS = np.arange(64, 0, -1) / 64
 CUT = 0.5  # part of the training after which networks that shrink at once or gradually have their last size
 TIMED = {1: "1 image", 64: "64 images"}
 EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
 PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
-Record = dict[str, Any]
 CPU = Processes(torch.device("cpu"))
 
 
@@ -387,24 +386,21 @@ def main(
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
     study = Study(load("cifar10", data).first(images), runs, model, epochs)
     out = out or tables.RESULTS / f"budget_cifar10-{model}-{images}-{epochs}.json"
-    facts = machine.describe()
     chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
-    content: Record = {"settings": asdict(study.training()), "training_samples": images, "networks": []}
-    if out.exists():
-        content |= {name: json.loads(out.read_text())[name] for name in ("networks", "arms")}
+    facts = {"settings": asdict(study.training()), "training_samples": images}
+    results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
+
+    def measure(way: str, share: float, seed: int) -> Record:
+        network = WAYS[way].train(study, seed, share)
+        measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
+        return measured | {"latencies": study.latencies(network)}
+
     with owned(runs):
-        for seed, name in product(range(first, first + seeds), chosen):
-            for share in WAYS[name].shares:
-                key = {"way": name, "share": share, "seed": seed}
-                if any(key.items() <= record.items() for record in content["networks"]):
-                    continue
-                network = WAYS[name].train(study, seed, share)
-                measured: Record = {"error": study.error(network), "macs": study.macs(network) / study.whole}
-                measured |= {"latencies": study.latencies(network), "commit": facts["commit"]}
-                content["networks"].append(key | measured)
-                content["arms"] = summary(content["networks"])
-                harness.write_json(out, {"benchmark": "budget_cifar10", "machine": facts} | content)
-    tables.publish("budget_cifar10", out, **content)
+        for seed, way in product(range(first, first + seeds), chosen):
+            for share in WAYS[way].shares:
+                key = {"way": way, "share": share, "seed": seed}
+                results.once(key, partial(measure, **key))
+    results.show()
 
 
 if __name__ == "__main__":

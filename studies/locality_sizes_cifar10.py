@@ -19,7 +19,6 @@ Each network is added to the results when it is trained, and is not trained agai
 go on elsewhere, and be shared by processes that are given different cells or, where a cell is tuned, different seeds.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -31,10 +30,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
-from filelock import FileLock
 from torch import nn
 
-from bench import generated, harness, machine
 from loco_ext import analysis
 from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
@@ -47,6 +44,7 @@ from loco_ext.option_parsers import separated
 from studies import summaries, tables
 from studies.fitting import fit
 from studies.options import Data
+from studies.result_file import Record, ResultFile
 
 NAME = "locality_sizes_cifar10"
 WIDTH = 0.5
@@ -65,7 +63,6 @@ ARMS: dict[str, tuple[float, float] | None] = {
     "away from it": (2.0, 0.5),
     ESTIMATED: None,
 }
-Record = dict[str, Any]
 CPU = Processes(torch.device("cpu"))
 
 
@@ -124,23 +121,6 @@ class Study:
         return {"error": self.error(network, cell.images, self.dataset.test)}
 
 
-class Results:
-    """The JSON file of the results, to which several processes may add."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.facts = path, machine.describe()
-
-    def networks(self) -> list[Record]:
-        return json.loads(self.path.read_text())["networks"] if self.path.exists() else []
-
-    def add(self, record: Record) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_name(f".{self.path.name}.lock")):
-            networks = [*self.networks(), record]
-            content = {"cells": summary(networks), "networks": networks}
-            harness.write_json(self.path, {"benchmark": NAME, "machine": self.facts} | content)
-
-
 def of_cell(networks: list[Record], cell: Cell, arm: str) -> list[Record]:
     """Return the networks of a cell and arm."""
     return [n for n in networks if Cell(n["images"], n["kernel"], n["optimizer"]) == cell and n["arm"] == arm]
@@ -177,17 +157,15 @@ def summary(networks: list[Record]) -> list[Record]:
     return found
 
 
-def run(study: Study, results: Results, cell: Cell, seeds: range) -> None:
+def run(study: Study, results: ResultFile, cell: Cell, seeds: range) -> None:
     """Train the networks of a cell that the results lack."""
 
     def once(train: Callable[..., Record], arm: str, strength: float, seed: int, *given: Any) -> None:
-        key = {**cell._asdict(), "arm": arm, "strength": strength, "seed": seed}
-        if any(key.items() <= record.items() for record in of_cell(results.networks(), cell, arm)):
-            return
-        begin = time.process_time()
-        measured = train(cell, strength, seed, *given)
-        cost = {"seconds": time.process_time() - begin, "commit": results.facts["commit"]}
-        results.add(key | measured | cost)
+        def measure() -> Record:
+            begin = time.process_time()
+            return train(cell, strength, seed, *given) | {"seconds": time.process_time() - begin}
+
+        results.once({**cell._asdict(), "arm": arm, "strength": strength, "seed": seed}, measure)
 
     for strength, seed in product(STRENGTHS[cell.optimizer], TUNING_SEEDS):
         once(study.tune, TUNING, strength, seed)
@@ -211,11 +189,11 @@ def main(
 ) -> None:
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
     torch.set_num_threads(1)
-    study, results = Study(load("cifar10", data)), Results(out)
+    study, results = Study(load("cifar10", data)), ResultFile(NAME, out, lambda networks: {"cells": summary(networks)})
     sizes, each_kernel = separated(int)(images), separated(int)(kernels)
     for optimizer, count, kernel in product(optimizers.split(","), sizes, each_kernel):
         run(study, results, Cell(count, kernel, optimizer), range(first, first + seeds))
-    generated.publish(json.loads(out.read_text()), None, tables.RENDERERS)
+    results.show()
 
 
 if __name__ == "__main__":

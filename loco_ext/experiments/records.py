@@ -85,7 +85,11 @@ def read(path: Path) -> Any:
 
 
 def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Return the mean and its standard error; None where a value is missing, or there are too few."""
+    """Return the mean and its standard error; None where a value is missing, or there are too few.
+
+    >>> mean_and_error([1.0, 3.0]), mean_and_error([1.0]), mean_and_error([1.0, math.nan])
+    ((2.0, 1.0), (1.0, None), (None, None))
+    """
     known = [value for value in values if value is not None and math.isfinite(value)]
     if len(known) < len(values):
         return None, None

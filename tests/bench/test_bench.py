@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ OPTIONS = {
 ORDINARY = ("optim_step", "train")
 
 
-def timings(value: Any) -> list[Any]:
+def timings(value):
     """Return all timings in a report."""
     if isinstance(value, list):
         return [timing for each in value for timing in timings(each)]

@@ -7,12 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from tests.bench.tiny import GPU
 
 
 @pytest.mark.slow
-def test_make_tells_that_there_is_no_gpu() -> None:
+def test_make_tells_that_there_is_no_gpu():
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = ["make", "-s", "device-check", f"PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=harness.ROOT, env=hidden, capture_output=True, text=True, timeout=120)
@@ -35,59 +33,54 @@ def test_make_tells_that_there_is_no_gpu() -> None:
     assert all(text.startswith("make") for text in after)
 
 
-def test_without_a_gpu_the_check_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_the_check_does_nothing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_check.main(["--out", str(tmp_path / "out")]) == 2
     assert re.fullmatch(r"device-check: torch .*(without CUDA|no NVIDIA GPU)\n", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(device_check, "find_spec", lambda name: None if name in ("torch", "tqdm") else object())
     assert "has no torch, tqdm; name another interpreter" in str(device_check.reason_against())
 
 
-def settings(folder: Path, **changes: Any) -> device_check.Settings:
+def settings(folder, **changes):
     (folder / "scratch").mkdir(exist_ok=True)
     made = device_check.Settings(folder, "made-up", "9.0", 60.0, workers=0, quick=False, scratch=folder / "scratch")
     return dataclasses.replace(made, **changes)
 
 
-def python(code: str) -> list[str]:
+def python(code):
     return [sys.executable, "-c", code]
 
 
-def run_part(monkeypatch: pytest.MonkeyPatch, part: Part, folder: Path, **changes: Any) -> dict[str, Any]:
+def run_part(monkeypatch, part, folder, **changes):
     monkeypatch.setitem(device_check.PARTS, "fake", lambda _: part)
     return device_check.run_part("fake", settings(folder, **changes))
 
 
-def test_steps_run_until_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_run_until_one_fails_and_what_follows_can_fail_a_part(monkeypatch, tmp_path):
     steps = [
         Command("first", python("import os; print('hello', os.environ['WORD'])"), {"WORD": "world"}),
         Command("second", python("raise SystemExit(3)")),
         Command("third", python("")),
     ]
     report = run_part(monkeypatch, Part(steps), tmp_path)
-    assert report["result"] == "failed"
     assert [(step["name"], step["exit_status"]) for step in report["steps"]] == [("first", 0), ("second", 3)]
     assert "hello world" in (tmp_path / "device_check-made-up-fake.log").read_text()
-    assert device_check.details(report) == "second ended with 3"
-
-
-def test_a_part_that_leaves_an_error_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    passed = run_part(monkeypatch, Part([Command("a", python(""))], lambda: {"on_gpu": 7}), tmp_path)
-    assert (passed["result"], device_check.details(passed)) == ("passed", "7 on the GPU")
-    failed = run_part(monkeypatch, Part([Command("a", python(""))], lambda: {"error": "no test"}), tmp_path)
-    assert (failed["result"], device_check.details(failed)) == ("failed", "no test")
-    skipped = run_part(monkeypatch, Part([], skipped="not installed"), tmp_path)
-    assert (skipped["result"], device_check.details(skipped)) == ("skipped", "not installed")
+    for part, result, details in (
+        (Part(steps[1:]), "failed", "second ended with 3"),
+        (Part(steps[2:], lambda: {"on_gpu": 7}), "passed", "7 on the GPU"),
+        (Part(steps[2:], lambda: {"error": "no test"}), "failed", "no test"),
+        (Part([], skipped="not installed"), "skipped", "not installed"),
+    ):
+        report = run_part(monkeypatch, part, tmp_path)
+        assert (report["result"], device_check.details(report)) == (result, details)
 
 
 @pytest.mark.slow
-def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch, tmp_path):
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1); time.sleep(60)'])"
     report = run_part(monkeypatch, Part([Command("slow", python(child))]), tmp_path, limit=1.0)
     assert report["result"] == "failed"
@@ -95,10 +88,10 @@ def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.Monkey
     assert device_check.details(report) == "slow ran out of time"
 
 
-def fake_check(monkeypatch: pytest.MonkeyPatch, folder: Path, *only: str, **codes: int) -> int:
+def fake_check(monkeypatch, folder, *only, **codes):
     """Run the check with parts that end with the given exit codes."""
 
-    def make(code: int) -> Callable[[device_check.Settings], Part]:
+    def make(code):
         return lambda _: Part([Command("step", python(f"raise SystemExit({code})"))])
 
     monkeypatch.setattr(device_check, "reason_against", lambda: None)
@@ -108,38 +101,23 @@ def fake_check(monkeypatch: pytest.MonkeyPatch, folder: Path, *only: str, **code
     return device_check.main(["--out", str(folder), *(["--only", *only] if only else [])])
 
 
-def test_a_failing_part_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fake_check(monkeypatch, tmp_path / "out", build=0, tests=1, benchmarks=0) == 1
-    report = json.loads((tmp_path / "out" / "device_check-made-up-gpu-80gb.json").read_text())
-    assert report["machine"].items() >= GPU.items()
-    assert {name: part["result"] for name, part in report["parts"].items()} == {
-        "build": "passed",
-        "tests": "failed",
-        "benchmarks": "passed",
-    }
-    *_, build, tests, benchmarks = capsys.readouterr().out.splitlines()
-    assert build.split()[:2] == ["build", "passed"]
-    assert tests.split()[:2] == ["tests", "failed"]
-    assert tests.endswith("step ended with 1")
-    assert benchmarks.split()[:2] == ["benchmarks", "passed"]
-
-
-def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parts_run_one_after_another_and_apart_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     """Git is not needed. A changed source begins a new report; a part that passed runs again only if it is named."""
     monkeypatch.setattr(machine, "describe", lambda: {"commit": "unknown"})
     monkeypatch.setattr(device_check, "fingerprint", lambda: "abc")
     path = tmp_path / "device_check-made-up-gpu-80gb.json"
-    ran: list[str] = []
+    ran = []
     run_part = device_check.run_part
     monkeypatch.setattr(device_check, "run_part", lambda name, made: (ran.append(name), run_part(name, made))[1])
 
-    def results() -> dict[str, str]:
+    def results():
         return {name: part["result"] for name, part in json.loads(path.read_text())["parts"].items()}
 
     codes = {"build": 0, "one": 1, "two": 0, "three": 0}
-    assert fake_check(monkeypatch, tmp_path, "one", **codes) == 1
+    assert fake_check(monkeypatch, tmp_path, "one", "two", **codes) == 1  # a part that fails does not stop the others
+    assert json.loads(path.read_text())["machine"].items() >= GPU.items()
+    *_, one, two = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (one[:2], one[-4:], two[:2]) == (["one", "failed"], ["step", "ended", "with", "1"], ["two", "passed"])
     assert fake_check(monkeypatch, tmp_path, "two", **codes) == 1
     assert list(results().items()) == [("one", "failed"), ("two", "passed")]
     ran.clear()
@@ -151,7 +129,7 @@ def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyP
     assert results() == {"two": "passed"}
 
 
-def test_the_fingerprint_is_of_sources_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_sources_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(device_check, "ROOT", tmp_path)
     (tmp_path / "csrc").mkdir()
     found = set()
@@ -163,7 +141,7 @@ def test_the_fingerprint_is_of_sources_alone(monkeypatch: pytest.MonkeyPatch, tm
     assert device_check.fingerprint() not in found
 
 
-def test_summary_lists_what_was_left_out_and_the_targets() -> None:
+def test_summary_lists_what_was_left_out_and_the_targets():
     tests = {"result": "passed", "seconds": 9.0, "steps": [], "passed": 5, "failed": 0, "skipped": 1, "on_gpu": 4}
     targets = [{"name": "share", "wanted": "at least 0.85", "measured": 0.5, "met": False, "where": "resnet50"}]
     benchmarks = {"result": "passed", "seconds": 9.0, "steps": [], "cases": "3 of 32", "targets": targets}
@@ -185,7 +163,7 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="7">
 </testsuite></testsuites>"""
 
 
-def test_results_are_read(tmp_path: Path) -> None:
+def test_results_are_read(tmp_path):
     path = tmp_path / "tests.xml"
     path.write_text(JUNIT)
     assert device_check.read_results(path) == {
@@ -208,7 +186,7 @@ MODULES = {
 }
 
 
-def test_modules_that_need_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_need_a_missing_package_are_named(tmp_path, monkeypatch):
     folder = tmp_path / "made_up"
     (folder / "part").mkdir(parents=True)
     for name, text in MODULES.items():
@@ -220,13 +198,7 @@ def test_modules_that_need_a_missing_package_are_named(tmp_path: Path, monkeypat
     }
 
 
-@pytest.mark.slow
-def test_every_test_module_can_be_imported_here() -> None:
-    """A test module may be left out only if it needs a package that is in fact missing."""
-    assert [package for package in device_check.missing_packages().values() if find_spec(package) is not None] == []
-
-
-def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tests_run_in_several_processes_where_they_can(monkeypatch, tmp_path):
     monkeypatch.setattr(device_check, "missing_packages", lambda: {"test_a": "expecttest"})
     monkeypatch.setattr(device_check, "find_spec", lambda name: object())
     command = device_check.other_tests(settings(tmp_path, workers=4)).commands[-1]
@@ -239,13 +211,11 @@ def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.Monke
     assert part.after() == {"left_out": {"test_a": "expecttest"}, "error": "no test ran and passed"}
 
 
-def test_parts_of_tests_fail_if_no_test_ran_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parts_of_tests_fail_if_no_test_ran_on_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: "compute-sanitizer")
-    names = [name for name in device_check.PARTS if name != "build" and not name.startswith(("bench_", "test_rest"))]
-    assert len(names) == len(device_check.GPU_TESTS) + len(device_check.SANITIZERS)
-    for name in names:
+    results = tmp_path / "scratch" / "tests.xml"
+    for name in (*(f"test_{family}" for family in device_check.GPU_TESTS), "memcheck_native", "memcheck_triton"):
         part = device_check.PARTS[name](settings(tmp_path))
-        results = tmp_path / "scratch" / "tests.xml"
         assert part.after() == {"error": "no test ran on the GPU"}
         results.write_text(JUNIT)
         assert part.after() == device_check.read_results(results)
@@ -254,7 +224,7 @@ def test_parts_of_tests_fail_if_no_test_ran_on_the_gpu(monkeypatch: pytest.Monke
         results.unlink()
 
 
-def imported(path: Path, found: dict[Path, set[str]]) -> None:
+def imported(path, found):
     """Collect the packages that a module, and the test modules that it imports, import outside of functions."""
     if path in found:
         return
@@ -270,9 +240,9 @@ def imported(path: Path, found: dict[Path, set[str]]) -> None:
                     imported(other, found)
 
 
-def test_what_runs_on_a_gpu_needs_no_packages_but_those_of_the_check() -> None:
+def test_what_runs_on_a_gpu_needs_no_packages_but_those_of_the_check():
     """A machine that is lent for its GPU lacks, for instance, the solvers that other tests compare with."""
-    found: dict[Path, set[str]] = {}
+    found = {}
     for module in (*device_check.GPU_MODULES, "conftest", "optim/conftest"):
         imported(device_check.TESTS / f"{module}.py", found)
     assert device_check.TESTS / "penalties" / "cases.py" in found
@@ -282,7 +252,7 @@ def test_what_runs_on_a_gpu_needs_no_packages_but_those_of_the_check() -> None:
 
 
 @pytest.mark.slow
-def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_sanitizer_runs_tests_that_exist(monkeypatch, tmp_path):
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: None)
     assert device_check.PARTS["memcheck_native"](settings(tmp_path)).skipped == "compute-sanitizer is not installed"
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: "compute-sanitizer")
@@ -303,7 +273,7 @@ def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tm
     assert not any("triton" in case for _, case in names)
 
 
-def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmarks_leave_their_reports_and_targets(monkeypatch, tmp_path):
     reports = {
         "optim_step": {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]},
         "ring_prox": {"results": [1], "steps": [2], "settings": {"cases": 3}},
@@ -323,20 +293,23 @@ def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_the_build_is_for_this_gpu(tmp_path: Path) -> None:
+def test_the_build_is_for_this_gpu_and_loads_our_package_from_any_folder(tmp_path):
     first, second = device_check.build(settings(tmp_path)).commands
     assert first.arguments == [sys.executable, "setup.py", "build_ext", "--inplace"]
     assert first.environment == {"LOCO_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    done = subprocess.run(second.arguments, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)
+    environment = device_check.environment_with(WORD="a")
+    assert environment["WORD"] == "a"
+    assert environment["PATH"].startswith(str(Path(sys.executable).parent))
+    command = [*second.arguments[:-1], f"import loco_ext; print(loco_ext.__file__); {second.arguments[-1]}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(harness.ROOT / "loco_ext" / "__init__.py")
     reason = backends.library_error or backends.cuda_library_error
     assert done.returncode == (0 if reason is None else 1)
     assert (reason or "") in done.stderr
 
 
 @pytest.mark.parametrize("importable", [True, False])
-def test_triton_kernels_are_linked_while_the_check_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, importable: bool
-) -> None:
+def test_triton_kernels_are_linked_while_the_check_runs(monkeypatch, tmp_path, importable):
     for name in ("loco_ext", "triton_kernels"):
         (tmp_path / name).mkdir()
     link = tmp_path / "loco_ext" / "triton_kernels"
@@ -347,13 +320,3 @@ def test_triton_kernels_are_linked_while_the_check_runs(
         assert link.exists() != importable
         assert importable or link.samefile(tmp_path / "triton_kernels")
     assert not link.is_symlink()
-
-
-@pytest.mark.slow
-def test_programs_of_the_check_find_our_package_from_any_folder(tmp_path: Path) -> None:
-    environment = device_check.environment_with(WORD="a")
-    assert environment["WORD"] == "a"
-    assert environment["PATH"].startswith(str(Path(sys.executable).parent))
-    where = "import loco_ext; print(loco_ext.__file__)"
-    done = subprocess.run(python(where), cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(harness.ROOT / "loco_ext" / "__init__.py")

@@ -1,9 +1,7 @@
 """Patches that let the benchmarks run in seconds: small networks and layers, and those of a GPU on the CPU."""
 
 import dataclasses
-from typing import Any
 
-import pytest
 import torch
 
 import loco_ext
@@ -44,10 +42,10 @@ LAYERS = {
 }
 
 
-def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_small(monkeypatch):
     """Replace networks, layers and weights by small ones, measure few rounds, compile nothing, start no process."""
 
-    def patch(module: Any, **values: Any) -> None:
+    def patch(module, **values):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
 
@@ -79,7 +77,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench_optim_step.COMMAND.options, "networks", shapes.NETWORKS)
 
 
-def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_on_the_cpu(monkeypatch):
     """Run the benchmarks of a GPU on the CPU, with eager steps in place of graphs and the native backend for Triton."""
     make_steps, backend = bench_optim_step_gpu.make_steps, loco_ext.backend
     monkeypatch.setattr(

@@ -130,27 +130,9 @@ def test_the_preset_is_the_papers_training():
 
 
 def test_mnist_is_read_from_its_files(tmp_path):
-    images, labels = map(torch.from_numpy, image_files.fashion_mnist(tmp_path / "MNIST" / "raw", zipped=False))
+    images, labels = map(torch.from_numpy, image_files.fashion_mnist(tmp_path / "MNIST" / "raw"))
     train, test = files.mnist(tmp_path)
     assert torch.equal(torch.cat([train.images, test.images]).squeeze(1), images)
     assert torch.equal(torch.cat([train.labels, test.labels]), labels.long())
     setting = regions.settings_of("paper")
     assert regions.load(setting, tmp_path).size == 28
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--dataset", "mnist"], "--data: expected the folder that holds MNIST's idx files, got none"),
-        (["--percents", "most"], "--percents: expected a number or 'max', got 'most'"),
-        (["--percents", "50"], "--probes: expected 'exact' to select 50.0 percent"),
-        (["--strengths", "-1"], "--strengths: expected a finite number of at least 0"),
-        (["--hinges", ""], "--hinges: expected at least one, got none"),
-        (["--momentum", "1"], "--momentum: expected less than 1"),
-        (["--preset", "best"], "--preset: expected one of paper, quick, got 'best'"),
-    ],
-)
-def test_errors_name_the_option(tmp_path, capsys, options, said):
-    assert main(["regions", "--out", str(tmp_path / "run"), *options]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """``loco-ext reproduce``: job lists, resuming, and tables beside the papers' values."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -9,7 +10,10 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 from collections import Counter
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import numpy as np
@@ -124,52 +128,26 @@ def test_jobs_have_folders_of_their_own_and_seeds_are_paired(tmp_path, preset):
         assert sum(job.minutes for job in jobs) <= 120
 
 
-def test_networks_of_the_papers():
+def test_networks_are_those_of_the_papers():
     """VGG13 has kernels of 5x5 where maps are larger; option A has no weights in its shortcuts."""
-    sizes = [p.shape[-1] for p in MODELS["vgg13-5x5"].make().parameters() if p.dim() == 4]
-    assert sizes == [5] * 6 + [3] * 4
-    projected, padded = (
-        sum(p.numel() for p in MODELS[name].make().parameters()) for name in ("resnet20", "resnet20-a")
-    )
-    assert padded == 269_722  # He et al. 2015: 0.27M
-    assert projected - padded == 16 * 32 + 32 * 64 + 2 * (32 + 64)
-
-
-def test_base_architectures_are_those_of_table_2():
-    table = sparsity._architectures()
-    rows = {row[0]: row for row in table.rows}
+    assert all(row[-1] == "yes" for row in loco_reg._networks().rows)
+    rows = {row[0]: row for row in sparsity._architectures().rows}
     assert rows["plain18-7x7"] == ["plain18-7x7", 17, "ImageNet, D = 18", 17, "yes"]
     different = [name for name, row in rows.items() if row[4] != "yes"]
     assert different == ["resnet20-5x5", "plain20-5x5"]  # of which the draft prints one layer less
     stem = MODELS["resnet8-7x7"].make(3, 1000, 224)[:4]
     assert stem(torch.zeros(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+    sizes = [p.shape[-1] for p in MODELS["vgg13-5x5"].make().parameters() if p.dim() == 4]
+    assert sizes == [5] * 6 + [3] * 4
+    names = ("resnet20", "resnet20-a")
+    projected, padded = (sum(p.numel() for p in MODELS[name].make().parameters()) for name in names)
+    assert padded == 269_722  # He et al. 2015: 0.27M
+    assert projected - padded == 16 * 32 + 32 * 64 + 2 * (32 + 64)
 
 
-def vgg16():
-    """Return random weights by torchvision's names, a sixteenth as wide."""
-    state, channels = {}, 3
-    widths = (64, 64, 128, 128, *[256] * 3, *[512] * 6)
-    for place, width in zip((0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28), widths, strict=True):
-        state |= {f"features.{place}.weight": torch.randn(width // 16, channels, 3, 3)}
-        state |= {f"features.{place}.bias": torch.randn(width // 16)}
-        channels = width // 16
-    return state | {f"classifier.{place}.weight": torch.randn(5, 7) for place in (0, 3, 6)}
-
-
-def resnet50():
-    """Return random weights by torchvision's names, a sixteenth as wide."""
-    state, channels = {"conv1.weight": torch.randn(4, 3, 7, 7), "bn1.num_batches_tracked": torch.tensor(9)}, 4
-    for stage, (blocks, width) in enumerate(((3, 4), (4, 8), (6, 16), (3, 32)), 1):
-        for block in range(blocks):
-            name = f"layer{stage}.{block}"
-            state[f"{name}.conv1.weight"] = torch.randn(width, channels, 1, 1)
-            state[f"{name}.conv2.weight"] = torch.randn(width, width, 3, 3)
-            state[f"{name}.bn2.running_mean"] = torch.randn(width)
-            state[f"{name}.conv3.weight"] = torch.randn(4 * width, width, 1, 1)
-            if block == 0:
-                state[f"{name}.downsample.0.weight"] = torch.randn(4 * width, channels, 1, 1)
-            channels = 4 * width
-    return state | {"fc.weight": torch.randn(10, channels)}
+VGG16 = {f"features.{place}.weight": (8 if place < 9 else 16, 8, 3, 3) for place in (0, 2, 5, 7, 10, 12, 14)}
+RESNET50 = {"conv1.weight": (4, 3, 7, 7), "layer1.0.conv1.weight": (4, 4, 1, 1), "layer1.0.conv2.weight": (4, 4, 3, 3)}
+RESNET50 |= {"bn1.running_mean": (4,), "layer2.0.conv2.weight": (9, 4, 3, 3), "fc.weight": (10, 9)}
 
 
 def table_4(state):
@@ -188,7 +166,8 @@ def test_table_4_has_the_networks_of_the_users_files(tmp_path, capsys):
     """Files as torchvision has published them: in torch's old format, with a hash in the name, or renamed."""
     files, out = tmp_path / "files", tmp_path / "out"
     files.mkdir()
-    states = {"VGG16": vgg16(), "ResNet50": resnet50()}
+    shapes = {"VGG16": VGG16, "ResNet50": RESNET50}
+    states = {name: {key: torch.randn(shape) for key, shape in each.items()} for name, each in shapes.items()}
     torch.save(states["VGG16"], files / "vgg16-397923af.pth", _use_new_zipfile_serialization=False)
     save_file(states["ResNet50"], files / "ResNet50.safetensors")
     (files / "vgg16_bn-6c64b313.pth").write_text("another network")
@@ -285,10 +264,12 @@ def test_jobs_that_are_done_on_other_data_are_not_done(tmp_path, module):
     assert "800 handwritten digits" in module.page(plans[0]).scale
 
 
+SAME = {"reproduce.json", "frontier.json", "efcn.json", "landscapes.json", "regions.json", "model.safetensors"}
+
+
 def content(folder):
-    """Return the content of a reproduction's pages, and the weights of all networks, by path below the folder."""
-    pages = {p.relative_to(folder): json.loads(p.read_text()) for p in folder.rglob("reproduce.json")}
-    return pages | {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
+    """Return the bytes of all pages, records of experiments and weights, by path below the folder."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.name in SAME}
 
 
 def times(paths):
@@ -323,35 +304,46 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     assert "job 8 of 8, loco-reg/digits-small/paper-1.5-1; about" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["loco-reg", "--preset", "paper"], "--data: expected the folder of the data sets with the preset paper"),
-        (["efcn", "--preset", "cpu"], "--data: expected the folder of CIFAR-10 with the preset cpu of efcn or all"),
-        (["all", "--preset", "cpu"], "--data: expected the folder of CIFAR-10 with the preset cpu of efcn or all"),
-        (["sparsity", "--stage", "3"], "--stage: expected at most 2, got 3"),
-        (["loco-reg", "--job", "9"], "--job: expected a number from 1 to 8, got 9"),
-        (["loco-reg", "--job", "1", "--stage", "3"], "--job: expected a number of stage 3, got 1"),
-        (["loco"], "expected one of loco-reg, sparsity, efcn, pilcro, linear-regions, all"),
-        (["loco-reg", "--checkpoints", "nowhere"], "--checkpoints: expected a folder, got 'nowhere'"),
-    ],
-)
-def test_errors_name_the_option(tmp_path, capsys, options, said):
-    assert main(["reproduce", *options, "--out", str(tmp_path / "runs")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
+# Stands for the program on the path: it passes its arguments on, as starting Python with torch takes seconds.
+PROGRAM = """#!{python} -S
+import sys
+from multiprocessing.connection import Client
+with Client({address!r}) as server:
+    server.send(sys.argv[1:])
+    code, said = server.recv()
+sys.stdout.write(said)
+sys.exit(code)
+"""
+
+
+def answer(connection, folder):
+    """Run the command line that a program has passed on, and answer with its exit code and what it prints."""
+    said = Path(tempfile.mkdtemp(dir=folder), "said.txt")
+    process = start_command(connection.recv(), said, change=functools.partial(os.chdir, folder))
+    process.join()
+    connection.send((process.exitcode, said.read_text()))
+
+
+def serve(listener, folder):
+    """Answer all programs, several at a time, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=answer, args=(listener.accept(), folder), daemon=True).start()
 
 
 @pytest.mark.slow
 def test_the_example_with_xargs_runs(tmp_path):
     """All lines of the page's example run in two processes; the command that follows has nothing left to train."""
     (example,) = re.findall(r"^```sh\n(for stage.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
-    (tmp_path / "loco-ext").write_text(f'#!/bin/sh\nexec {sys.executable} -m loco_ext.cli "$@"\n')
+    address = str(tmp_path / "socket")
+    (tmp_path / "loco-ext").write_text(PROGRAM.format(python=sys.executable, address=address))
     (tmp_path / "loco-ext").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    here = os.environ | {"PATH": path, "PYTHONPATH": str(DOCS.parents[1]), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(["bash", "-ec", example], cwd=tmp_path, env=here, capture_output=True, text=True, check=True)
-    assert "job 1 of" not in found.stderr
+    here = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with Listener(address) as listener:
+        threading.Thread(target=serve, args=(listener, tmp_path), daemon=True).start()
+        found = subprocess.run(["bash", "-ec", example], cwd=tmp_path, env=here, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "job 1 of" not in found.stdout
     page = json.loads((tmp_path / "runs/reproduce/smoke/loco-reg/reproduce.json").read_text())
     table = next(table for table in page["tables"] if table["title"].startswith("Table 5"))
     assert [row[2] for row in table["rows"]] == [2, 2, 2]
@@ -372,37 +364,32 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", PAPERS)
-def test_the_preset_smoke_reproduces_a_paper(whole, capsys, paper):
-    assert main(["reproduce", paper, "--out", str(whole), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert "job 1 of" not in printed.err  # all have been run with those of the other papers
-    (page,) = json.loads(printed.out).values()
-    unreproduced = [table for table in page["tables"] if not table["rows"]]
-    assert all("Not reproduced" in table["notes"][0] for table in unreproduced)
-    assert page["figures"]
-    text = (whole / "smoke" / paper / "reproduce.md").read_text()
-    assert text.count("![") == len(page["figures"])
-
-
-@pytest.mark.slow
-def test_the_preset_smoke_trains_by_locality(whole):
+def test_the_preset_smoke_reproduces_all_papers(whole, capsys):
     """No layer's factors fall back to (1, 1), and each rule makes other weights out of the same first ones."""
-    page = json.loads((whole / "smoke" / "loco-reg" / "reproduce.json").read_text())
-    factors = next(table for table in page["tables"] if table["title"].startswith("Table 6"))
+    assert main(["reproduce", "all", "--out", str(whole), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "job 1 of" not in printed.err
+    pages = dict(zip(PAPERS, json.loads(printed.out).values(), strict=True))
+    for paper, page in pages.items():
+        unreproduced = [table for table in page["tables"] if not table["rows"]]
+        assert all("Not reproduced" in table["notes"][0] for table in unreproduced)
+        assert page["figures"]
+        text = (whole / "smoke" / paper / "reproduce.md").read_text()
+        assert text.count("![") == len(page["figures"])
+    factors = next(table for table in pages["loco-reg"]["tables"] if table["title"].startswith("Table 6"))
     assert len(factors["rows"]) == 3
     assert all(1.0 not in row[2:] for row in factors["rows"])
     for seed in (0, 1):
-        places = [
-            whole / "smoke/loco-reg/digits-small" / f"{name}-{seed}" for name in ("uniform", "local-1.5", "paper-1.5")
-        ]
-        assert len({(place / "model.safetensors").read_bytes() for place in places}) == 3
+        names = (f"{arm}-{seed}/model.safetensors" for arm in ("uniform", "local-1.5", "paper-1.5"))
+        assert len({(whole / "smoke/loco-reg/digits-small" / name).read_bytes() for name in names}) == 3
 
 
 KILLS = (  # a file that a job writes on its way, and the job's result
     ("loco-reg/digits-small/uniform-1/checkpoint.pt", "model.safetensors"),
     ("sparsity/resnet8-a/rings-plain/alpha-0.01/path-0.25/point-00.pt", "../frontier.json"),
     ("efcn/plain8/switch-000/branches/000-full/before.json", "../../efcn.json"),
+    ("efcn/plain8/switch-001/cnn/weights-001.safetensors", "../efcn.json"),
+    ("efcn/plain8/switch-001/branches/001-full/checkpoint.pt", "../../efcn.json"),
     ("pilcro/RC-/target-10-0/target-10-0/landscape.json", "../landscapes.json"),
     ("linear-regions/seed-0/runs/vanilla-0.json", "../regions.json"),
     ("loco-reg/digits-small/paper-1.5-0/settings.json", "model.safetensors"),
@@ -419,7 +406,8 @@ def test_all_papers_go_on_after_kills(whole, tmp_path):
         assert not (reached.parent / result).exists()
         assert times(kept) == kept
         jobs = [job for module in PAPERS.values() for job in module.jobs(plan("smoke", tmp_path))]
-        kept = times([*(job.result for job in jobs if job.done), *([] if "settings" in name else [reached])])
+        changes = ("settings.json", "checkpoint.pt")  # files that are written again, or removed in the end
+        kept = times([*(job.result for job in jobs if job.done), *([] if name.endswith(changes) else [reached])])
     run_command(*command)
     assert times(kept) == kept
     assert content(tmp_path) == content(whole)

@@ -1,6 +1,7 @@
 """``loco-ext train``: its options and output; a user's error prints one line and leaves no files behind."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,37 +10,16 @@ from safetensors.torch import load_file
 from loco_ext.cli import main
 from loco_ext.experiments import models
 from loco_ext.experiments.models import small_cnn
-from tests.covering import slow
-from tests.experiments import image_files
+from loco_ext.experiments.settings import Settings
 
 GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
 
 
-def test_a_damaged_data_file_leaves_nothing_behind(tmp_path, capsys):
-    image_files.cifar10(tmp_path / "data")
-    path = tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_2.bin"
-    path.write_bytes(path.read_bytes()[:-7])
-    arguments = ["train", "--model", "small", "--dataset", "cifar10", "--data", str(tmp_path / "data")]
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert "data_batch_2.bin: expected 30730000 bytes (10000 records), found 30729993" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+LOCALITIES = ("", "[]", "{}", '{"locality": 3}', '{"locality": {"0": "12"}}', '{"locality": {"0": [1, "a"]}}')
+LOCALITIES += ('{"locality": {"0": [1, 1%s]}}' % ("0" * 400), "[" * 100_000, "\udcff")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"locality": 3}',
-        '{"locality": {"0": "12"}}',
-        '{"locality": {"0": [1, "a"]}}',
-        '{"locality": {"0": [1, 1%s]}}' % ("0" * 400),
-        "[" * 100_000,
-        "\udcff",
-    ],
-    ids=lambda content: content[:30],
-)
+@pytest.mark.parametrize("content", LOCALITIES, ids=lambda content: content[:30])
 def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content):
     path = tmp_path / "locality.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
@@ -47,61 +27,21 @@ def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content)
     assert "locality.json: expected JSON with an entry 'locality'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [slow(("none", None)), ("{}", {"3": [0.5, 2.0]})],
-)
-def test_options_reach_the_settings(tmp_path, capsys, text, expected):
+def test_options_reach_the_settings(tmp_path, capsys):
     path = tmp_path / "analysis.json"
     path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
-    options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
-    options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
-    options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
-    options += ["--folded", "--solver", "subgradient", "--width", "1", "--amp", "--pilcro", "target", "--alpha", "10"]
-    assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
+    options = f"--locality {path} --no-augment --batch-size 50 --milestones 1,2 --schedule steps --factor 0.3 "
+    options += "--momentum 0.8 --weight-decay 0.02 --seed 4 --penalty rings --strength 0.001 --weighting scaled "
+    options += "--kind full --folded --solver subgradient --amp --pilcro target --alpha 10 --optimizer sgd --norm l1"
+    assert main([*GOOD, "--out", str(tmp_path / "run"), *options.split()]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
-        "model": "small",
-        "data": "digits",
-        "image_size": None,
-        "epochs": 1,
-        "batch_size": 50,
-        "optimizer": "sgd",
-        "learning_rate": 0.05,
-        "momentum": 0.8,
-        "weight_decay": 0.02,
-        "schedule": "steps",
-        "milestones": [1, 2],
-        "factor": 0.3,
-        "locality": expected,
-        "norm": "l1",
-        "augment": False,
-        "shuffle": True,
-        "seed": 4,
-        "width": 1.0,
-        "penalty": "rings",
-        "strength": 0.001,
-        "weighting": "scaled",
-        "kind": "full",
-        "folded": True,
-        "solver": "subgradient",
-        "pilcro": "target",
-        "alpha": 10.0,
-        "macs": None,
-        "parameters": None,
-        "latency": None,
-        "method": "pruning",
-        "granularity": "rings",
-        "round_to": 1,
-        "crop": True,
-        "group_norm": "l2",
-        "power": 1,
-        "amp": True,
-        "weights": None,
-        "distillation": None,
-        "temperature": 4.0,
-        "teacher": None,
-    }
+    found = json.loads((tmp_path / "run" / "settings.json").read_text())["settings"]
+    expected = {"model": "small", "data": "digits", "epochs": 1, "learning_rate": 0.05, "locality": {"3": [0.5, 2.0]}}
+    expected |= {"augment": False, "batch_size": 50, "milestones": [1, 2], "schedule": "steps", "factor": 0.3}
+    expected |= {"momentum": 0.8, "weight_decay": 0.02, "seed": 4, "penalty": "rings", "strength": 0.001, "amp": True}
+    expected |= {"weighting": "scaled", "kind": "full", "folded": True, "solver": "subgradient", "optimizer": "sgd"}
+    expected |= {"pilcro": "target", "alpha": 10.0, "norm": "l1", "round_to": 1}
+    assert found == asdict(Settings("small")) | expected
 
 
 @pytest.mark.parametrize(
@@ -184,13 +124,11 @@ def test_a_run_that_diverges_leaves_its_last_good_epoch(tmp_path, capsys):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_json_is_the_last_epoch(tmp_path, capsys):
-    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
-    # A finished run is not trained again.
-    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", "--resume"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
+def test_json_is_the_last_epoch_also_of_a_finished_run(tmp_path, capsys):
+    for options in ([], ["--resume"]):
+        assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", *options]) == 0
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
 
 
 def test_only_a_new_run_is_refused_for_an_option_without_effect(tmp_path, capsys):

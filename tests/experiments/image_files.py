@@ -1,7 +1,5 @@
 """Synthetic data sets in the published layouts: every image and label is a known function of its position."""
 
-import gzip
-
 import numpy as np
 
 
@@ -28,7 +26,7 @@ def cifar100(folder):
     return records
 
 
-def fashion_mnist(folder, zipped):
+def fashion_mnist(folder):
     """Write all four files; return the images, uint8 ``[70000, 28, 28]``, and labels, uint8 ``[70000]``."""
     folder.mkdir(parents=True, exist_ok=True)
     images = np.random.default_rng(2).integers(0, 256, (70_000, 28, 28), np.uint8)
@@ -36,7 +34,5 @@ def fashion_mnist(folder, zipped):
     for name, part in (("train", slice(60_000)), ("t10k", slice(60_000, None))):
         for kind, values in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
             header = np.array([0x0800 | values.ndim, *values.shape], ">i4").tobytes()
-            content = header + values.tobytes()
-            path = folder / f"{name}-{kind}-ubyte{'.gz' if zipped else ''}"
-            path.write_bytes(gzip.compress(content, 0) if zipped else content)
+            (folder / f"{name}-{kind}-ubyte").write_bytes(header + values.tobytes())
     return images, labels

@@ -22,7 +22,7 @@ def cifar10(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fashion") / "FashionMNIST" / "raw"
-    return folder.parent.parent, *image_files.fashion_mnist(folder, zipped=False)
+    return folder.parent.parent, *image_files.fashion_mnist(folder)
 
 
 def test_cifar10_is_its_records_in_order(cifar10):
@@ -57,15 +57,6 @@ def test_fashion_mnist_is_resized(fashion):
     assert (found.test.images[:100].double() - expected).abs().max() <= 0.5 + 1e-4
 
 
-@pytest.mark.slow
-def test_zipped_files_are_read_alike(fashion, tmp_path):
-    folder, *_ = fashion
-    image_files.fashion_mnist(tmp_path, zipped=True)
-    plain, zipped = data.load("fashion-mnist", folder), data.load("fashion-mnist", tmp_path)
-    assert torch.equal(plain.train.images, zipped.train.images)
-    assert torch.equal(plain.test.labels, zipped.test.labels)
-
-
 def damaged(folder, source, name, change):
     """Return a copy of the data set's folder in which one file is changed or missing; the others are links."""
     copy = folder / "copy"
@@ -79,46 +70,39 @@ def damaged(folder, source, name, change):
     return copy
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("data_batch_3.bin", None, "no such file"),
-        ("data_batch_3.bin", lambda content: content[:-1], "expected 30730000 bytes"),
-        ("test_batch.bin", lambda content: content + b"\0", "expected 30730000 bytes.*found more"),
-        ("test_batch.bin", lambda content: b"", "expected 30730000 bytes"),
-        ("data_batch_5.bin", lambda content: b"\x0a" + content[1:], "labels from 0 to 9, found 10"),
-    ],
-)
-def test_damaged_cifar_files_are_named(cifar10, tmp_path, name, change, said):
-    folder, _ = cifar10
-    copy = damaged(tmp_path, folder / "cifar-10-batches-bin", name, change)
-    with pytest.raises(DataError, match=f"{name}.*{said}"):
-        data.load("cifar10", copy)
+CIFAR10 = ("cifar10", "cifar-10-batches-bin")
+FASHION = ("fashion-mnist", "FashionMNIST/raw")
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("data_set", "name", "change", "said"),
     [
-        ("t10k-labels-idx1-ubyte", None, "no such file"),
-        ("t10k-labels-idx1-ubyte", lambda content: content[:-1], "expected 10008 bytes.*found 10007"),
-        ("train-images-idx3-ubyte", lambda content: content[:3] + b"\x01" + content[4:], "header"),
-        ("train-labels-idx1-ubyte", lambda content: content[:8] + b"\xff" + content[9:], "found 255"),
-        ("train-labels-idx1-ubyte", lambda content: content + b"\0", "found more"),
+        (CIFAR10, "data_batch_3.bin", None, "no such file"),
+        (CIFAR10, "data_batch_3.bin", lambda content: content[:-1], "expected 30730000 bytes"),
+        (CIFAR10, "test_batch.bin", lambda content: content + b"\0", "expected 30730000 bytes.*found more"),
+        (CIFAR10, "data_batch_5.bin", lambda content: b"\x0a" + content[1:], "labels from 0 to 9, found 10"),
+        (FASHION, "t10k-labels-idx1-ubyte", lambda content: content[:-1], "expected 10008 bytes.*found 10007"),
+        (FASHION, "train-images-idx3-ubyte", lambda content: content[:3] + b"\x01" + content[4:], "header"),
+        (FASHION, "train-labels-idx1-ubyte", lambda content: content[:8] + b"\xff" + content[9:], "found 255"),
     ],
 )
-def test_damaged_idx_files_are_named(fashion, tmp_path, name, change, said):
-    folder, *_ = fashion
-    copy = damaged(tmp_path, folder / "FashionMNIST" / "raw", name, change)
+def test_damaged_files_are_named(cifar10, fashion, tmp_path, data_set, name, change, said):
+    folder = cifar10[0] if data_set is CIFAR10 else fashion[0]
+    copy = damaged(tmp_path, folder / data_set[1], name, change)
     with pytest.raises(DataError, match=f"{name}.*{said}"):
-        data.load("fashion-mnist", copy)
+        data.load(data_set[0], copy)
 
 
-def test_a_zipped_file_cut_short_is_named(fashion, tmp_path):
+def test_zipped_files_are_read_alike_and_named_if_cut_short(fashion, tmp_path):
     folder, *_ = fashion
-    copy = damaged(tmp_path, folder / "FashionMNIST" / "raw", "t10k-labels-idx1-ubyte", None)
-    content = gzip.compress((folder / "FashionMNIST" / "raw" / "t10k-labels-idx1-ubyte").read_bytes())
-    (copy / "t10k-labels-idx1-ubyte.gz").write_bytes(content[:-40])
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz.*cut short or corrupted"):
+    name = "t10k-labels-idx1-ubyte"
+    copy = damaged(tmp_path, folder / FASHION[1], name, None)
+    content = gzip.compress((folder / FASHION[1] / name).read_bytes(), 1)
+    (copy / f"{name}.gz").write_bytes(content)
+    plain, zipped = data.load("fashion-mnist", folder), data.load("fashion-mnist", copy)
+    assert torch.equal(plain.test.labels, zipped.test.labels)
+    (copy / f"{name}.gz").write_bytes(content[:-40])
+    with pytest.raises(DataError, match=rf"{name}.gz.*cut short or corrupted"):
         data.load("fashion-mnist", copy)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import asdict
 
 import matplotlib.image
 import pytest
@@ -17,21 +18,20 @@ from torch.nn.functional import cross_entropy
 from loco_ext import analysis
 from loco_ext import nn as loco_nn
 from loco_ext.cli import main
-from loco_ext.experiments import efcn, efcn_figures, run
-from loco_ext.experiments.efcn_settings import PRESETS, efcn_preset, switch_times
-from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments.efcn_settings import efcn_preset, switch_times
+from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, vanilla_cnn
-from loco_ext.experiments.settings import SettingsError, from_preset
-from loco_ext.experiments.train import evaluate, make_model, make_optimizer, train
+from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.train import evaluate, make_model
 from tests.experiments.runs import CPU, digits
-from tests.processes import kill_when, run_command
 
 SAMPLES, BATCH, SEED = 100, 8, 3  # the last batch has 4
 TINY = ["--model", "plain8", "--width", "0.25", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
 TINY += ["--epochs", "2", "--lr", "0.1", "--batch-size", str(BATCH), "--branch-epochs", "2", "--fcn-epochs", "1"]
 TINY += ["--landscape-samples", "50", "--power-iterations", "2", "--interpolation-points", "3", "--string-steps", "2"]
 RUN = [*TINY, "--switch", "0,2", "--relax", "lcn,1,full"]
-FIGURES = ["dynamics", "landscape", "deviations", "filters", "fcn_filters", "masked", "corners", "interpolations"]
+FIGURES = {"dynamics", "landscape", "deviations", "filters", "fcn_filters", "masked", "corners", "interpolations"}
 
 
 def settings(**overrides):
@@ -46,19 +46,12 @@ def test_the_preset_is_the_papers_protocol():
     assert setting.switch_times == switch_times(150) == times
     assert (setting.branch_epochs, setting.branch_learning_rate, setting.fcn_epochs) == (100, 0.01, 100)
     assert setting.relaxations == ("full",)
-    training = setting.training
-    assert (training.model, training.data, training.epochs, training.batch_size) == ("vanilla", "cifar10", 150, 250)
-    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0, 0)
-    assert not training.augment
-    assert not training.shuffle
-    assert {training.learning_rate_of(epoch) for epoch in range(150)} == {0.1}
+    expected = {"model": "vanilla", "data": "cifar10", "epochs": 150, "batch_size": 250, "optimizer": "sgd"}
+    expected |= {"momentum": 0, "weight_decay": 0, "augment": False, "shuffle": False}
+    assert asdict(setting.training).items() >= expected.items()
+    assert {setting.training.learning_rate_of(epoch) for epoch in range(150)} == {0.1}
     assert {setting.branch(100).learning_rate_of(epoch) for epoch in range(100)} == {0.01}
-    assert (efcn_preset("alexnet").training.model, efcn_preset("alexnet").training.data) == ("alexnet", "cifar100")
-    quick = efcn_preset("quick")
-    assert (quick.training.epochs, quick.branch_epochs, quick.relaxations) == (30, 10, ("lcn",))
-    assert quick.switch_times == (0, 3, 10, 30)
     assert efcn_preset("quick", epochs=9).switch_times == (0, 3)
-    assert set(PRESETS) == {"paper", "alexnet", "quick"}
 
 
 def test_the_vanilla_cnn_has_the_papers_numbers_of_parameters():
@@ -83,62 +76,6 @@ def test_the_fully_connected_network_starts_with_the_padding_among_its_inputs(co
         assert 0.99 < parameter.abs().max().item() * inputs**0.5 <= 1
 
 
-def test_samples_stay_in_their_order_without_shuffling():
-    samples = digits(10).train
-    loader = Loader(samples, Normalization(samples), CPU.device, batch_size=4, seed=1, augmented=False, shuffled=False)
-    for epoch in range(2):
-        labels = [labels for _, labels, _ in loader.epoch(epoch)]
-        assert torch.equal(torch.cat(labels), samples.labels)
-        images = torch.cat([images for images, _, _ in loader.epoch(epoch)])
-        torch.testing.assert_close(images, Normalization(samples)(samples.images))
-
-
-def with_dropout():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
-
-
-def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_path):
-    setting = from_preset("quick", model="small", data="digits", epochs=3, batch_size=50, learning_rate=0.05)
-
-    class Killed(Exception):
-        pass
-
-    def go(name, random, dies=0, **options):
-        model = with_dropout()
-        torch.manual_seed(random)  # other random numbers drawn in the process must not matter
-
-        def measure(epoch):
-            if epoch == dies:
-                raise Killed
-            return {"norm": model[2].weight.norm().item(), "nothing": None}
-
-        history = run.run(setting, digits(SAMPLES), tmp_path / name, CPU, model=model, measure=measure, **options)
-        return model, [epoch.measures for epoch in history]
-
-    whole, expected = go("whole", 1)
-    with pytest.raises(Killed):
-        go("cut", 2, dies=3)
-    resumed, measured = go("cut", 3, resume=True)
-    assert torch.equal(whole[2].weight, resumed[2].weight)
-    assert measured == expected
-    assert len({measures["norm"] for measures in measured}) == 3
-    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["measures"] for line in lines] == expected
-    before = torch.get_rng_state()
-    train(whole, make_optimizer(setting, whole), digits(SAMPLES), setting, CPU, label="")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_dropout_differs_from_epoch_to_epoch(tmp_path):
-    """Nothing is learned and the samples keep their order, so only dropout can differ."""
-    options = {"epochs": 2, "batch_size": 50, "learning_rate": 0.0, "shuffle": False}
-    setting = from_preset("quick", model="small", data="digits", **options)
-    first, second = run.run(setting, digits(SAMPLES), tmp_path, CPU, model=with_dropout())
-    assert first.train_loss != second.train_loss
-    assert first.test_loss == second.test_loss
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):  # for slow tests; those of the report run the command, too
     """Run a whole experiment without drawing its figures; return its folder and what it printed."""
@@ -159,8 +96,14 @@ NETWORK = {"switch_time", "relax", "parameters", "start", "before", "epochs", "a
 
 
 @pytest.mark.slow
-def test_the_record_has_every_network(finished):
+def test_the_record_has_every_network_and_figures_are_drawn_from_it_alone(finished, tmp_path):
     out, record = finished
+    efcn_figures.save(record, tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.png")} == FIGURES
+    for path in tmp_path.glob("*.png"):
+        picture = matplotlib.image.imread(path)
+        assert picture.shape[0] > 300
+        assert picture.std() > 0.02
     assert json.loads((out / "efcn.json").read_text()) == record
     assert record.keys() == {
         *("settings", "training_samples", "test_samples", "digest", "device", "commit", "versions"),
@@ -287,16 +230,6 @@ def test_pictures_are_weights_of_the_first_layer(finished):
 
 
 @pytest.mark.slow
-def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
-    efcn_figures.save(finished[1], tmp_path)
-    assert sorted(path.stem for path in tmp_path.glob("*.png")) == sorted(FIGURES)
-    for path in tmp_path.glob("*.png"):
-        picture = matplotlib.image.imread(path)
-        assert picture.shape[0] > 300
-        assert picture.std() > 0.02
-
-
-@pytest.mark.slow
 def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     options = [*TINY, "--switch", "1", "--relax", "lcn", "--fcn-epochs", "0", "--epochs", "1", "--branch-epochs", "1"]
     options += ["--power-iterations", "0", "--interpolation-points", "0", "--out"]
@@ -324,30 +257,13 @@ def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
-    whole, _ = finished
-    command = ["efcn", *RUN, "--out", tmp_path, "--resume"]
-    moments = ["cnn/weights-002.safetensors", "branches/000-1/checkpoint.pt", "branches/002-lcn/before.json"]
-    for there in (*moments, "branches/002-full/model.safetensors"):
-        kill_when(lambda there=there: list(tmp_path.glob(there)), *command)
-    run_command(*command)
-    assert (tmp_path / "efcn.json").read_bytes() == (whole / "efcn.json").read_bytes()
-    for path in whole.rglob("*.safetensors"):
-        assert (tmp_path / path.relative_to(whole)).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.slow
-def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys, monkeypatch):
+def test_a_finished_experiment_is_not_trained_again_and_its_table_is_the_same(finished, capsys, monkeypatch):
     out, record = finished
     monkeypatch.setattr(efcn_figures, "save", lambda *_: None)
     before = (out / "efcn.json").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")}
     assert main(["efcn", *RUN, "--out", str(out)]) == 2
-    assert main(["efcn", *RUN, "--out", str(out), "--resume", "--branch-lr", "0.3"]) == 2
-    said = capsys.readouterr().err
-    assert "holds an experiment already" in said
-    assert "of another experiment" in said
-    # A finished run is not trained again, and its table is the same.
+    assert "holds an experiment already" in capsys.readouterr().err
     assert main(["efcn", *RUN, "--out", str(out), "--resume"]) == 0
     table = capsys.readouterr().out
     assert len(re.findall(r"^│ lcn +│ +[02] │", table, re.MULTILINE)) == 2
@@ -356,11 +272,7 @@ def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys, mon
     assert (out / "efcn.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"branch_epochs": 0}, {"power_iterations": -1}, {"stiffness": 0.5}, {"penalty": "rings"}, {"switch_times": ()}],
-    ids=str,
-)
+@pytest.mark.parametrize("bad", [{"stiffness": 0.5}, {"penalty": "rings"}, {"switch_times": ()}], ids=str)
 def test_impossible_settings_are_named(bad):
     with pytest.raises(SettingsError, match=next(iter(bad))):
         settings(**bad)

@@ -12,75 +12,48 @@ from loco_ext.cli import main
 from loco_ext.experiments import demo_budget, lifting, models
 from loco_ext.folders import owned
 
-TRAINING = ["--model", "plain8", "--dataset", "digits", "--width", "0.25"]
+OF_DIGITS = "--model plain8 --dataset digits --width 0.25"
+SMALL = "--model small --dataset digits"
 COMMANDS = {
-    "demo": ["demo", "--epochs", "1"],
-    "train": ["train", *TRAINING, "--preset", "quick", "--epochs", "1"],
-    "frontier": ["frontier", *TRAINING, "--samples", "100", "--dense-epochs", "1"],
-    "efcn": [
-        "efcn",
-        "--preset",
-        "quick",
-        "--model",
-        "small",
-        "--dataset",
-        "digits",
-        "--relax",
-        "lcn",
-        "--samples",
-        "100",
-    ],
-    "landscapes": ["landscapes", "--preset", "short", "--model", "small", "--dataset", "digits", "--samples", "100"],
-    "analyze": ["analyze", "model.pt"],
-    "compact": ["compact", "model.pt", "--model", "small", "--dataset", "digits", "--cost", "macs"],
-    "shrink": [
-        "shrink",
-        "model.pt",
-        "--model",
-        "small",
-        "--dataset",
-        "digits",
-        "--macs",
-        "0.9",
-        "--importance",
-        "norm",
-    ],
+    "demo": "--epochs 1",
+    "train": f"{OF_DIGITS} --preset quick --epochs 1",
+    "frontier": f"{OF_DIGITS} --samples 100 --dense-epochs 1",
+    "efcn": f"--preset quick {SMALL} --relax lcn --samples 100 --epochs 1",
+    "landscapes": f"--preset short {SMALL} --samples 100 --epochs 1",
+    "regions": "--epochs 1 --units 8 --layers 1 --samples 50 --seeds 1 --no-toy",
+    "analyze": "model.pt",
+    "compact": f"model.pt {SMALL} --cost macs",
+    "shrink": f"model.pt {SMALL} --macs 0.9 --importance norm",
 }
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_second_command_is_refused_in_one_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    torch.save(models.small_cnn().state_dict(), "model.pt")
-    with owned(tmp_path / "out"):
-        assert main([*COMMANDS[command], "--out", "out"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "loco-ext: --out: expected a folder that can be written to, got 'out': another process is writing to it"
-    ]
-    assert os.listdir("out") == [".lock"]
 
 
 @pytest.fixture
 def small_files():
-    """Limit files to 3 KB, as if the disk were full."""
+    """Return a function that limits files to 3 KB, as if the disk were full, until the test ends."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    yield
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(command, tmp_path, monkeypatch, capsys, request):
+def test_a_second_command_and_a_full_disk_are_one_line(command, tmp_path, monkeypatch, capsys, small_files):
+    """The second command writes nothing, and a full disk leaves no half written file."""
     monkeypatch.chdir(tmp_path)
     torch.save(models.small_cnn().state_dict(), "model.pt")
     for part in (demo_budget.shrink, lifting.lift):  # these take longer than the rest of the demo
         monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: None)
-    request.getfixturevalue("small_files")
-    assert main([*COMMANDS[command], "--out", "out"]) == 2
+    line = [command, *COMMANDS[command].split(), "--out", "out"]
+    with owned(tmp_path / "out"):
+        assert main(line) == 2
+    refused = "loco-ext: --out: expected a folder that can be written to, got 'out': "
+    assert capsys.readouterr().err.splitlines() == [f"{refused}another process is writing to it"]
+    assert os.listdir("out") == [".lock"]
+    small_files()
+    assert main(line) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("loco-ext: ")]
-    assert said == ["loco-ext: --out: expected a folder that can be written to, got 'out': File too large"]
+    assert said == [f"{refused}File too large"]
     left = {path.name for path in Path("out").rglob("*") if path.is_file()}
-    assert left <= {".lock", "settings.json", "at_first.json"}
+    assert left <= {".lock", "settings.json", "at_first.json", "vanilla-0.json", "roll-0.5-0.25-100-0.json"}
 
 
 def test_a_killed_process_leaves_a_folder_that_can_be_written_to(tmp_path):

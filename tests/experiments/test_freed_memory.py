@@ -24,7 +24,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(*arguments: str) -> tuple[bool, int]:
+def faults(*arguments):
     command = [sys.executable, "-c", FAULTS, *arguments]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     kept, count = text.split()
@@ -32,7 +32,7 @@ def faults(*arguments: str) -> tuple[bool, int]:
 
 
 @pytest.mark.slow
-def test_freed_memory_serves_the_next_step() -> None:
+def test_freed_memory_serves_the_next_step():
     kept, count = faults("keep")
     if not kept:
         pytest.skip("this system's malloc takes no options")

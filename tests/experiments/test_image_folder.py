@@ -47,15 +47,6 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     assert found.description["digest"] != data.load("folder", folder, 2).description["digest"]
 
 
-def test_a_network_is_measured_on_the_classes_that_it_was_trained_on_alone(folder):
-    trained = [
-        compacting.Trained(None, "small", "folder", 3, 4, 2, {}, names) for names in (("ant", "cat"), ("a", "b"))
-    ]
-    assert trained[0].load_data(folder).class_names == ("ant", "cat")
-    with pytest.raises(DataError, match=r"folder: expected images of 3x4x4 in 2 classes \(a, b\), as for the training"):
-        trained[1].load_data(folder)
-
-
 @pytest.fixture
 def trained(folder):
     """Write what is read of a run on the images of ``folder`` and on others; return its folder."""
@@ -68,9 +59,12 @@ def trained(folder):
     return run
 
 
-def test_a_teacher_was_trained_on_the_same_classes(folder, trained, capsys):
+def test_a_network_is_measured_and_teaches_on_the_classes_that_it_was_trained_on_alone(folder, trained, capsys):
+    assert compacting.read_trained(trained).load_data(folder).class_names == ("ant", "cat")
     for part in ("train", "val"):
         (folder / part / "cat").rename(folder / part / "dog")
+    with pytest.raises(DataError, match=r"folder: expected images of 3x8x8 in 2 classes \(ant, cat\), as for the"):
+        compacting.read_trained(trained).load_data(folder)
     line = ["train", "--model", "small", "--data", str(folder), "--image-size", "8", "--teacher", str(trained)]
     assert main([*line, "--out", str(folder / "out")]) == 2
     wanted, found = (f"folder, images of 3x8x8 in 2 classes (ant, {name})" for name in ("dog", "cat"))
@@ -111,13 +105,11 @@ def test_what_cannot_be_read_is_named(folder, name, content, said):
         data.load("folder", folder)
 
 
-def test_images_that_do_not_fit_into_memory_are_refused(folder):
-    with pytest.raises(DataError, match=r"^image_size: expected one at which 4 images, .* got 1000000, which takes"):
-        data.load("folder", folder, 10**6)
-
-
-def test_a_folder_without_the_folders_is_named(tmp_path):
-    with pytest.raises(DataError, match="expected the folders train and val, or train and test"):
-        data.load("folder", tmp_path)
-    with pytest.raises(DataError, match=r"^folder: expected the folder that holds the files"):
-        data.load("folder", None)
+def test_what_does_not_fit_into_memory_and_folders_that_are_not_there_are_named(folder, tmp_path):
+    for place, size, said in (
+        (folder, 10**6, r"^image_size: expected one at which 4 images, .* got 1000000, which takes"),
+        (tmp_path / "train", 4, "expected the folders train and val, or train and test"),
+        (None, 4, "^folder: expected the folder that holds the files"),
+    ):
+        with pytest.raises(DataError, match=said):
+            data.load("folder", place, size)

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-import math
+from dataclasses import asdict
 
 import matplotlib.image
 import numpy as np
@@ -16,15 +16,14 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import analysis, regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import landscapes, landscapes_figures, records
-from loco_ext.experiments.landscapes_settings import PRESETS, Arm, landscapes_preset
+from loco_ext.experiments import landscapes, landscapes_figures
+from loco_ext.experiments.landscapes_settings import Arm, landscapes_preset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from tests.experiments.runs import CPU, digits
-from tests.processes import kill_when, run_command
 
 SAMPLES, SEED = 90, 5
 ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3")
@@ -32,7 +31,6 @@ RUN = ["--preset", "short", "--model", "small", "--dataset", "digits", "--sample
 RUN += ["--epochs", "3", "--lr", "0.1", "--batch-size", "24", "--seeds", "2", "--arms", ",".join(ARMS)]
 RUN += ["--landscape-images", "40", "--corrupted-images", "20", "--ablated-images", "20", "--baseline-images", "4"]
 RUN += ["--resampled-inputs", "6", "--resampling-images", "20"]
-FIGURES = {"landscapes", "training", "robustness", "ablation"}
 
 
 def settings(**overrides):
@@ -45,13 +43,10 @@ def test_the_preset_is_the_papers_protocol():
     setting = landscapes_preset("paper")
     assert setting.arms == ("plain", *(f"{mode}:{alpha}" for mode in ("target", "curvature") for alpha in (1, 10, 100)))
     assert (setting.seeds, setting.ablated_images, setting.baseline_images) == (1, 512, 1000)
-    training = setting.training
-    assert (training.model, training.data, training.epochs, training.batch_size) == ("resnet50", "cifar100", 200, 128)
-    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 1e-5)
-    assert training.learning_rate_of(0) == 0.1
-    assert training.learning_rate_of(100) == pytest.approx(0.05)
-    assert landscapes_preset("short").training.model == "small"
-    assert set(PRESETS) == {"paper", "short"}
+    expected = {"model": "resnet50", "data": "cifar100", "epochs": 200, "batch_size": 128}
+    expected |= {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-5}
+    assert asdict(setting.training).items() >= expected.items()
+    assert [setting.training.learning_rate_of(epoch) for epoch in (0, 100)] == pytest.approx([0.1, 0.05])
 
 
 def test_resnet50_has_the_numbers_of_the_original_but_for_its_stem():
@@ -82,8 +77,13 @@ def trained(record, out):
 
 
 @pytest.mark.slow
-def test_the_record_has_every_network(finished):
+def test_the_record_has_every_network_and_figures_are_drawn_from_it_alone(finished, tmp_path):
     out, record = finished
+    landscapes_figures.save(record, tmp_path)
+    assert {path.stem for path in out.glob("*.png")} == {"landscapes", "training", "robustness", "ablation"}
+    for path in out.glob("*.png"):
+        assert matplotlib.image.imread(path).std() > 0.02
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
     assert json.loads((out / "landscapes.json").read_text()) == record
     assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]
     assert (record["training_samples"], record["test_samples"]) == (SAMPLES, 997)
@@ -191,16 +191,6 @@ def test_arms_are_compared_seed_by_seed(finished):
     assert landscapes.family_accuracy(record["networks"][0], "noise", 4) == pytest.approx(np.mean(noise, 0)[3])
 
 
-@pytest.mark.slow
-def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
-    out, record = finished
-    assert {path.stem for path in out.glob("*.png")} == FIGURES
-    for path in out.glob("*.png"):
-        assert matplotlib.image.imread(path).std() > 0.02
-    landscapes_figures.save(record, tmp_path)
-    assert all((tmp_path / path.name).read_bytes() == path.read_bytes() for path in out.glob("*.png"))
-
-
 def test_less_is_measured_where_less_is_asked_for_and_a_finished_run_is_kept(tmp_path, capsys):
     options = [*RUN, "--epochs", "1", "--seeds", "1", "--arms", "target:1", "--corrupted-images", "0"]
     options += ["--ablated-images", "0", "--resampled-inputs", "0", "--out", str(tmp_path / "run")]
@@ -243,27 +233,10 @@ def test_networks_that_diverge_are_left_out(tmp_path, capsys):
     assert (tmp_path / "run" / "landscapes.png").exists()
 
 
-@pytest.mark.slow
-def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
-    whole, _ = finished
-    command = ["landscapes", *RUN, "--out", tmp_path, "--resume"]
-    moments = ["target-0.5-5/checkpoint.pt", "curvature-2-5/landscape.json", "noise-0.3-6/model.safetensors"]
-    for there in moments:
-        kill_when(lambda there=there: list(tmp_path.glob(there)), *command)
-    run_command(*command)
-    assert (tmp_path / "landscapes.json").read_bytes() == (whole / "landscapes.json").read_bytes()
-
-
 @pytest.mark.parametrize(
     "bad",
     [
-        *(
-            {"arms": arms}
-            for arms in [(), ("plain", "plain"), ("target",), ("lasso:1",), ("noise:-1",), ("decay:nan",)]
-        ),
-        {"arms": ("target:1", "target:1.0")},
-        {"seeds": 0},
-        {"corrupted_images": -1},
+        *({"arms": arms} for arms in [(), ("target",), ("noise:-1",), ("decay:nan",), ("target:1", "target:1.0")]),
         {"penalty": "rings"},
         {"pilcro": "curvature", "alpha": 1.0},
     ],
@@ -272,9 +245,3 @@ def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished,
 def test_impossible_settings_are_named(bad):
     with pytest.raises(SettingsError, match=f"{next(iter(bad))}: expected"):
         settings(**bad)
-
-
-def test_missing_values_make_no_mean():
-    assert records.mean_and_error([1.0, None]) == (None, None)
-    assert records.mean_and_error([1.0, math.nan]) == (None, None)
-    assert records.mean_and_error([1.0, 3.0]) == (2.0, 1.0)

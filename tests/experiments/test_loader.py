@@ -63,6 +63,15 @@ def test_an_epoch_has_every_sample_once_with_its_label_in_an_order_of_its_own():
     assert orders[0] != torch.cat([labels for _, labels, _ in make_loader(samples, seed=6).epoch(0)]).tolist()
 
 
+def test_samples_stay_in_their_order_without_shuffling():
+    samples = make_samples(10)
+    loader = make_loader(samples, batch_size=4, shuffled=False)
+    for epoch in range(2):
+        images, labels = (torch.cat(parts) for parts in list(zip(*loader.epoch(epoch), strict=True))[:2])
+        assert torch.equal(labels, samples.labels)
+        assert torch.equal(images, samples.images.float())
+
+
 @pytest.mark.parametrize(
     ("count", "processes", "batches"), [(33, 1, 2), (34, 1, 3), (35, 2, 2), (36, 2, 3), (32, 1, 2)]
 )

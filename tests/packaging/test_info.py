@@ -36,14 +36,6 @@ def test_facts_are_those_of_this_installation():
     assert on_cuda == "native" if facts["cuda_library"]["loaded"] else on_cuda.startswith(("triton (", "reference ("))
 
 
-@pytest.mark.slow
-def test_the_module_prints_the_page_and_json():
-    text = run("-m", "loco_ext.info")
-    assert f"torch                 {torch.__version__}" in text
-    assert "optim_step on cpu     native" in text
-    assert json.loads(run("-m", "loco_ext.info", "--json"))["loco_ext"] == loco_ext.__version__
-
-
 def test_command_prints_the_same(capsys):
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == info.collect()
@@ -54,7 +46,8 @@ def test_command_prints_the_same(capsys):
 
 
 @pytest.mark.slow
-def test_a_missing_library_is_named_with_its_reason():
+def test_the_module_prints_the_page_and_names_a_missing_library_with_its_reason():
+    assert "optim_step on cpu     native" in run("-m", "loco_ext.info")
     printed = run("-c", WITHOUT_LIBRARY)
     facts, end = json.JSONDecoder().raw_decode(printed)
     assert not facts["library"]["loaded"]

@@ -17,12 +17,11 @@ pytestmark = pytest.mark.slow
 OFFLINE = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
 
 
-def run(*command, cwd=None, path=None, check=True):
-    """Run a command with nothing but ``path`` on PYTHONPATH."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path or []))}
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
-    )
+def run(*command, cwd=None, path=(), check=True, **variables):
+    """Run a command with nothing but ``path`` on PYTHONPATH, and with these variables in its environment."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -35,12 +34,14 @@ def copy_of_sources(folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Build a wheel from a source distribution and return its path."""
+    """Build a wheel from a source distribution and return its path; the compiler does not optimise, to save minutes."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = copy_of_sources(folder)
+    source, compiler = copy_of_sources(folder), folder / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler.chmod(0o755)
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", folder / "dist", cwd=source)
     (archive,) = (folder / "dist").glob("*.tar.gz")
-    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, archive)
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, archive, CXX=str(compiler))
     (found,) = folder.glob("loco_ext-*.whl")
     return found
 
@@ -69,17 +70,6 @@ def test_an_editable_install_finds_every_package(tmp_path):
     assert str(ROOT / "triton_kernels") in where
 
 
-def test_a_build_that_cannot_see_torch_says_what_to_do(tmp_path):
-    source = copy_of_sources(tmp_path)
-    hidden = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', 'egg_info']; exec(open('setup.py').read())"
-    )
-    done = run(sys.executable, "-c", hidden, cwd=source, check=False)
-    assert done.returncode != 0
-    assert "pip install --no-build-isolation ." in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_pip_without_torch_passes_on_what_to_do(tmp_path):
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -100,26 +90,3 @@ def test_the_build_says_what_it_compiles_and_how_long_it_took():
     )
     said = run(sys.executable, "-c", program, cwd=ROOT).stderr
     assert re.search(r"loco_ext: compiling \d+ files, \d+ at a time.*\nloco_ext: compiled in \d+ seconds\n", said)
-
-
-@pytest.mark.parametrize(
-    ("wish", "missing", "message"),
-    [
-        ("1", "torch", "LOCO_CUDA=1 needs a CUDA build of torch"),
-        ("1", "toolkit", "LOCO_CUDA=1 needs the CUDA toolkit (it is not in /nowhere"),
-        ("", "toolkit", "building without the CUDA library, which needs the CUDA toolkit"),
-        ("yes", "nothing", "LOCO_CUDA: expected 0 or 1, got 'yes'"),
-    ],
-)
-def test_what_the_cuda_library_lacks_is_said(wish, missing, message):
-    version = "None" if missing == "torch" else "'13.0'"
-    home = "'/nowhere'" if missing == "toolkit" else "None"
-    program = (
-        "import runpy, sys, torch, torch.utils.cpp_extension as e; "
-        f"torch.version.cuda = {version}; e.CUDA_HOME = {home}; "
-        "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py', run_name='__main__')"
-    )
-    environment = os.environ | {"LOCO_CUDA": wish}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert message in done.stderr
-    assert (done.returncode == 0) == (wish == "")

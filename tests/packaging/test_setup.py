@@ -1,11 +1,12 @@
 """setup.py reads the CUDA toolkit's folder and GPUs from nvcc; the tests make compilers up."""
 
+import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import setuptools
+import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
@@ -13,35 +14,64 @@ GENERATIONS = ["75", "80", "86", "89", "90", "100", "120", "121"]
 
 
 @pytest.fixture
-def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run setup.py without setuptools, which would set up the process's logging; return its functions."""
+def run_setup(monkeypatch):
+    """Return a function that runs setup.py without setuptools, which would set up logging, and returns its functions.
+
+    It takes variables of the environment.
+    """
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    for name, value in {"CUDA_HOME": str(cpp_extension.CUDA_HOME), "LOCO_CUDA": "0", "MAX_JOBS": "1"}.items():
-        monkeypatch.setenv(name, value)
-    return runpy.run_path(str(ROOT / "setup.py"))
+
+    def run(**variables):
+        defaults = {"CUDA_HOME": str(cpp_extension.CUDA_HOME), "LOCO_CUDA": "0", "MAX_JOBS": "1"}
+        for name, value in {**defaults, **variables}.items():
+            monkeypatch.setenv(name, value)
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+    return run
 
 
-def make_program(path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("wish", "missing", "message"),
+    [
+        ("1", "torch", "LOCO_CUDA=1 needs a CUDA build of torch"),
+        ("1", "toolkit", "LOCO_CUDA=1 needs the CUDA toolkit (it is not in /nowhere"),
+        ("", "toolkit", "building without the CUDA library, which needs the CUDA toolkit"),
+        ("yes", "nothing", "LOCO_CUDA: expected 0 or 1, got 'yes'"),
+    ],
+)
+def test_what_the_cuda_library_lacks_is_said(run_setup, monkeypatch, capsys, wish, missing, message):
+    monkeypatch.setattr(torch.version, "cuda", None if missing == "torch" else "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/nowhere" if missing == "toolkit" else None)
+    if wish:
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            run_setup(LOCO_CUDA=wish)
+    else:
+        run_setup(LOCO_CUDA=wish)
+        assert message in capsys.readouterr().err
+
+
+def make_program(path, text):
     path.parent.mkdir(parents=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
 
-def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(setup, monkeypatch, tmp_path):
+def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(run_setup, monkeypatch, tmp_path):
+    toolkit_of_nvcc = run_setup()["toolkit_of_nvcc"]
     toolkit = tmp_path / "cuda"
     make_program(toolkit / "bin" / "nvcc", f"echo '#$ _HERE_={toolkit}/bin' >&2; echo '#$ TOP={toolkit}/bin/..' >&2")
     make_program(tmp_path / "usr" / "bin" / "nvcc", f'exec {toolkit}/bin/nvcc "$@"')
     monkeypatch.setenv("PATH", str(tmp_path / "usr" / "bin"))
-    assert setup["toolkit_of_nvcc"]() == str(toolkit)
+    assert toolkit_of_nvcc() == str(toolkit)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup["toolkit_of_nvcc"]() is None
+    assert toolkit_of_nvcc() is None
 
 
 @pytest.mark.parametrize(
     ("newest", "architectures"),
     [("90", "7.5;8.0;9.0+PTX"), ("100", "7.5;8.0;9.0;10.0+PTX"), ("121", "7.5;8.0;9.0;10.0;12.0+PTX")],
 )
-def test_only_gpus_that_nvcc_knows_are_compiled_for(setup, tmp_path, newest, architectures):
+def test_only_gpus_that_nvcc_knows_are_compiled_for(run_setup, tmp_path, newest, architectures):
     known = " ".join(f"compute_{name}" for name in GENERATIONS if int(name) <= int(newest))
     make_program(tmp_path / "bin" / "nvcc", f"for name in {known}; do echo $name; done")
-    assert setup["supported_architectures"](str(tmp_path)) == architectures
+    assert run_setup()["supported_architectures"](str(tmp_path)) == architectures

@@ -2,11 +2,13 @@
 
 import base64
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -114,16 +116,15 @@ def metrics(runs, name):
 
 
 def test_learning_curves_are_those_of_the_runs_and_means_those_of_their_seeds(runs, page):
-    for title, what in (("Accuracy", "accuracy"), ("Loss", "loss")):
-        for samples in ("train", "test"):
-            by_run = [[epoch[f"{samples}_{what}"] for epoch in metrics(runs, seed)] for seed in ("seed0", "seed1")]
-            for seed, expected in zip(("seed0", "seed1"), by_run, strict=True):
-                assert page.column(title, f"{seed}, {samples}") == pytest.approx(expected, rel=1e-5)
-            (mean,) = [name for name in page.tables[title][0][0] if name.endswith(f"{samples}, mean of 2")]
-            assert page.column(title, mean) == pytest.approx(np.mean(by_run, 0), rel=1e-5)
-            alone = [epoch[f"{samples}_{what}"] for epoch in metrics(runs, NAME)]
-            name = f"penalty rings, strength 0.5, {samples}"
-            assert page.column(title, name) == pytest.approx(alone, rel=1e-5)
+    for what, samples in itertools.product(("accuracy", "loss"), ("train", "test")):
+        title = what.capitalize()
+        of = {name: [epoch[f"{samples}_{what}"] for epoch in metrics(runs, name)] for name in ("seed0", "seed1", NAME)}
+        (mean,) = [name for name in page.tables[title][0][0] if name.endswith(f"{samples}, mean of 2")]
+        expected = {f"{seed}, {samples}": of[seed] for seed in ("seed0", "seed1")}
+        expected |= {mean: np.mean([of["seed0"], of["seed1"]], 0)}
+        expected |= {f"penalty rings, strength 0.5, {samples}": of[NAME]}
+        for name, values in expected.items():
+            assert page.column(title, name) == pytest.approx(values, rel=1e-5)
 
 
 def test_the_table_of_runs_has_their_results_and_what_differs(runs, page):
@@ -184,7 +185,9 @@ def test_experiments_are_shown_with_their_numbers(runs, page):
     assert sorted(radii) == pytest.approx(sorted(arm["median_radius"]["2"]["mean"] for arm in arms), rel=1e-5)
 
 
-def test_the_page_needs_nothing_else(page):
+def test_the_page_needs_nothing_else_and_names_are_text(page):
+    assert NAME in page.text
+    assert not [tag for tag, _ in page.elements if tag == "b"]
     for tag, attributes in page.elements:
         assert tag not in ("script", "link", "iframe", "object", "embed", "base")
         assert not [name for name in attributes if name.startswith("on")]
@@ -201,11 +204,6 @@ def test_the_page_needs_nothing_else(page):
     assert {attributes["href"][1:] for tag, attributes in page.elements if tag == "a"} <= ids
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
     assert "prefers-color-scheme: dark" in page.html
-
-
-def test_names_are_text(page):
-    assert NAME in page.text
-    assert not [tag for tag, _ in page.elements if tag == "b"]
 
 
 def test_runs_are_lines_of_json(runs, capsys, tmp_path):
@@ -225,33 +223,29 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     assert shrink.keys() == {"folder", "command", "settings", "commit", "versions", "device", "seconds", "metrics"}
 
 
-def test_runs_on_other_data_are_no_seeds_of_one_setting(runs, tmp_path):
+def test_runs_on_other_data_are_no_seeds_of_one_setting_and_all_names_have_numbers(runs, tmp_path):
+    """Matplotlib would not list names that begin with an underscore."""
     for name in ("seed0", "seed1"):
         shutil.copytree(runs / name, tmp_path / name)
     record = read(tmp_path, "seed1/settings.json")
     record["dataset"]["digest"] = "0123456789ab"
     (tmp_path / "seed1" / "settings.json").write_text(json.dumps(record))
-    accuracy, _ = learning_curves(find([tmp_path])[0]).plots
+    found, _ = find([tmp_path])
+    accuracy, _ = learning_curves(found).plots
     assert not [name for name in accuracy.tables[0].headers if "mean of" in name]
     assert [name for name in accuracy.tables[0].headers if "data_digest 0123456789ab" in name]
-
-
-def test_runs_whose_names_begin_with_an_underscore_have_numbers(tmp_path):
-    epochs = [{f"{samples}_{what}": 0.5 for samples in ("train", "test") for what in ("accuracy", "loss")}]
     names = ("_a", "_child0")
-    found = [Run(tmp_path / name, {}, {}, {}, epochs=epochs, name=name, command="train") for name in names]
+    found = [replace(found[0], folder=tmp_path / name, settings={}, name=name) for name in names]
     accuracy, _ = learning_curves(found).plots
-    (table,) = accuracy.tables
-    assert set(table.headers) >= {f"{name}, {samples}" for name in names for samples in ("train", "test")}
+    expected = {f"{name}, {samples}" for name in names for samples in ("train", "test")}
+    assert set(accuracy.tables[0].headers) >= expected
 
 
+WITHOUT_VERSIONS = '{"settings": {}, "dataset": {}, "processes": {"device": "cpu", "count": 1}, "versions": 3}'
 DAMAGES = {
     "frontier.json": ("{", "frontier.json: expected JSON"),
     "efcn.json": ('{"settings": {}}', "expected the files of loco-ext efcn (KeyError: "),
-    "settings.json": (
-        '{"settings": {}, "dataset": {}, "processes": {"device": "cpu", "count": 1}, "versions": 3}',
-        "settings and",
-    ),
+    "settings.json": (WITHOUT_VERSIONS, "settings and"),
     "metrics.jsonl": ("", "metrics.jsonl: expected at least one epoch"),
     "model.safetensors": ("weights", "model.safetensors: "),
     "regions.json": (None, "expected a run that is finished"),
@@ -295,14 +289,14 @@ def test_only_a_report_is_replaced(runs, tmp_path, capsys):
     assert "Linear regions" in old.read_text()
 
 
+def point(macs, accuracy):
+    return {"macs": macs, "refitted": None, "metrics": {"accuracy": accuracy}}
+
+
 def test_lines_with_places_of_their_own_have_a_row_for_each_point():
     figure = figures.errors({"": {"a": [point(1, 0.5), point(1, 0.75)], "b": [point(3, 1.0)]}}, 4)
     (table,) = content.numbers(figure)
     assert table.rows == [["a", "1", "25"], ["a", "1", "50"], ["b", "3", "0"]]
-
-
-def point(macs, accuracy):
-    return {"macs": macs, "refitted": None, "metrics": {"accuracy": accuracy}}
 
 
 def test_the_widest_network_is_the_dense_one_in_any_order_of_the_widths(tmp_path, monkeypatch):

@@ -151,43 +151,28 @@ def test_networks_of_a_seed_begin_alike_and_their_decay_is_that_of_the_arm():
 
 
 @pytest.mark.slow
-def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(tmp_path, monkeypatch):
+def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(tmp_path, monkeypatch):
     effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
     widths = np.array([1.0, 0.7, 0.6, 0.5, 0.4])
-    few_images(monkeypatch, budget_cifar10, 40, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
+    few_images(monkeypatch, budget_cifar10, 40, 16, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
     out = tmp_path / "budget_cifar10-x.json"
-    options = {"model": "resnet8", "seeds": 2, "first": 0, "epochs": 2, "images": 40, "ways": ""}
-    names = ("dense", "uniform width", "shrink_to", "Budget", "uniform width, distilled", "shrink_to, distilled")
+    options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "ways": ""}
+    names = ("dense", "uniform width", "shrink_to", "Budget", "shrink_to, distilled")
     names += ("Torch-Pruning, local",) if HAS_PEER else ()
-    ways = {name: budget_cifar10.WAYS[name] for name in names}
-    ways = {name: replace(way, shares=(0.5,) if name != "dense" else (1.0,)) for name, way in ways.items()}
+    ways = {name: replace(budget_cifar10.WAYS[name], shares=(1.0 if name == "dense" else 0.5,)) for name in names}
     monkeypatch.setattr(budget_cifar10, "WAYS", ways)
-    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, **(options | {"seeds": 1}))
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=1, **options)
     first = json.loads(out.read_text())["networks"]
-    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, **options)
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=2, **options)
     report = json.loads(out.read_text())
     assert report["networks"][: len(first)] == first
-    assert len(report["networks"]) == 2 * len(first)
-    errors = {}
-    for record in report["networks"]:
-        assert 0.7 * record["share"] < record["macs"] <= record["share"]
-        errors.setdefault((record["way"], record["share"]), []).append(record["error"])
-    for arm in report["arms"]:
-        mine = errors[arm["way"], arm["share"]]
-        assert arm["error"] == pytest.approx(np.mean(mine))
-        narrower = "uniform width, distilled" if "distilled" in arm["way"] else "uniform width"
-        theirs = errors["dense" if arm["share"] == 1 else narrower, arm["share"]]
-        reference = "dense" if arm["share"] == 1 else narrower
-        if arm["way"] != reference:
-            compared = arm["differences"][reference]
-            assert compared["difference"] == pytest.approx(np.mean(mine) - np.mean(theirs))
-            error = stats.sem(np.subtract(mine, theirs))
-            assert compared["difference_standard_error"] == pytest.approx(error)
-    assert {arm["way"] for arm in report["arms"]} == set(budget_cifar10.WAYS)
+    assert len(report["networks"]) == 2 * len(first) == 2 * len(names)
+    assert all(0.7 * record["share"] < record["macs"] <= record["share"] for record in report["networks"])
+    assert {arm["way"] for arm in report["arms"]} == set(names)
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
 
 
-def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels(tmp_path):
+def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels_by_seed():
     ways = {"uniform width": 30.0, "shrink_to": 28.0, tables.PEER: 29.0}
     ways |= {"uniform width, distilled": 25.0, "shrink_to, distilled": 24.0}
     networks = [

@@ -1,0 +1,46 @@
+"""A JSON file of trained networks, to which a study adds them one by one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from bench import generated, harness, machine
+from studies import tables
+
+Record = dict[str, Any]
+
+
+class ResultFile:
+    """The results of a study that may be stopped at any time, go on elsewhere, and be shared by several processes.
+
+    Args:
+        name: the study's name among ``tables.RENDERERS``.
+        path: the file.
+        summarise: maps the records of all networks to further entries of the file.
+        facts: entries of the file that do not depend on the networks.
+    """
+
+    def __init__(self, name: str, path: Path, summarise: Callable[[list[Record]], Record], **facts: Any) -> None:
+        self.path, self.summarise = path, summarise
+        self.facts = {"benchmark": name, "machine": machine.describe()} | facts
+
+    def networks(self) -> list[Record]:
+        """Return the records of the networks that are there."""
+        return json.loads(self.path.read_text())["networks"] if self.path.exists() else []
+
+    def once(self, key: Record, measure: Callable[[], Record]) -> None:
+        """Add the record of a network, its key, what is measured and the commit, unless the key is there already."""
+        if any(key.items() <= record.items() for record in self.networks()):
+            return
+        record = key | measure() | {"commit": self.facts["machine"]["commit"]}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")):
+            networks = [*self.networks(), record]
+            harness.write_json(self.path, self.facts | self.summarise(networks) | {"networks": networks})
+
+    def show(self) -> None:
+        """Print the study's tables."""
+        generated.publish(json.loads(self.path.read_text()), None, tables.RENDERERS)
