@@ -1,8 +1,5 @@
 """Layers between convolution and full connection: block-sparse multiplication against convolution and other methods.
 
-    python -m bench.bench_block_sparse            measures everything, writes bench/results/, prints tables
-    python -m bench.bench_block_sparse --quick    gives a first impression; writes nothing without --out
-
 Each case is a layer and a batch, forward alone and forward with backward (gradients of input, values and bias). The
 candidates of a case run interleaved (see bench/harness.py). conv2d has the layer's geometry, with its own weights
 shared by all pixels. The others compute with the same values, independently random for each pair of pixels, and each

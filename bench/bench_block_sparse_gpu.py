@@ -1,8 +1,5 @@
 """Layers between convolution and full connection on an NVIDIA GPU: ours in Triton against convolution, unfold and bmm.
 
-    python -m bench.bench_block_sparse_gpu            measures everything, writes bench/results/, prints tables
-    python -m bench.bench_block_sparse_gpu --quick    gives a first impression; writes nothing without --out
-
 Layers and candidates are those of bench/bench_block_sparse.py; clocks and cold caches are those of
 bench/bench_optim_step_gpu.py. A forward pass has one product and its backward pass two, and each must at least read or
 write input, output and values once; the time of a device copy of that many bytes is reported as the floor. All

@@ -1,8 +1,5 @@
 """Latency of networks with half of their MACs removed: unchanged and compacted.
 
-    python -m bench.bench_compact            measures everything, writes bench/results/, prints a table
-    python -m bench.bench_compact --quick    gives a first impression; writes nothing without --out
-
 Filters vanish at random, or lose outer half rings, or both, until half of the network's MACs remain by eq. 10
 of the draft. The candidates are the network; the network with its batch norms folded, for comparison because compaction
 folds them too; and the compacted network with and without folding. All run in eval mode, interleaved, in the same

@@ -1,8 +1,5 @@
 """PILCRO on a training step: one application by each route, what training pays for it, and peak memory.
 
-    python -m bench.bench_landscape            measures everything, writes bench/results/, prints a table
-    python -m bench.bench_landscape --quick    gives a first impression; writes nothing without --out
-
 A plain step is a forward and a backward pass with torch.optim's fused SGD. The routes compute the gradient of the same
 curvature loss on the same images: ours; torch's own double backward, create_graph; and torch.func's forward mode, whose
 tangents another backward pass differentiates. BackPACK and auto_LiRPA have no gradients of a network's input gradients

@@ -1,8 +1,5 @@
 """One optimizer step over all parameters of a network: torch's implementations against ours.
 
-    python -m bench.bench_optim_step                                measures all, writes bench/results/, prints tables
-    python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
-
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: the addresses of
 tensors change times by several percent, and sharing them changes all candidates alike; in addition, all are rebuilt
 several times. The scaling of our steps with threads is measured separately, ours alone with one thread and with several

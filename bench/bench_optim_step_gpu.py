@@ -1,8 +1,5 @@
 """One optimizer step over all parameters of a network on an NVIDIA GPU: torch's implementations against ours.
 
-    python -m bench.bench_optim_step_gpu            measures everything, writes bench/results/, prints tables
-    python -m bench.bench_optim_step_gpu --quick    gives a first impression; writes nothing without --out
-
 Each case is a network, a rule, a dtype (of parameters, gradients and states) and a mode: steps called one by one
 ("eager") or replayed from a CUDA graph. Its candidates run interleaved, on the same parameters, gradients and moments.
 Before every call, enough memory is read to evict all of them from the GPU's cache, and for long enough that the host

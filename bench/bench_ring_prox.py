@@ -1,8 +1,5 @@
 """The exact prox of ring penalties, alone and as the last part of an optimizer step: others against ours.
 
-    python -m bench.bench_ring_prox            measures everything, writes bench/results/, prints tables
-    python -m bench.bench_ring_prox --quick    gives a first impression; writes nothing without --out
-
 Alone: the prox runs on the float32 weight of a convolution of 512 x 512 x 3 x 3, whose filters have magnitudes such
 that some vanish and others lose rings. The candidates of a case run interleaved (see bench/harness.py) on the same
 weight, which is rewritten before every call because torchao works in place. Each result is compared with our float64

@@ -1,8 +1,5 @@
 """The exact prox of ring penalties on an NVIDIA GPU, alone and after an optimizer step.
 
-    python -m bench.bench_ring_prox_gpu            measures everything, writes bench/results/, prints tables
-    python -m bench.bench_ring_prox_gpu --quick    gives a first impression; writes nothing without --out
-
 The cases are those of bench/bench_ring_prox.py; clocks and cold caches are those of bench/bench_optim_step_gpu.py.
 "cuda" and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. A prox alone must at
 least read the weight, and the metric if there is one, and write the result; the bandwidth of that traffic is reported

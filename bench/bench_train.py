@@ -1,8 +1,5 @@
 """Training samples per second: the loader alone, a plain torch loop with prepared batches, and our training loop.
 
-    python -m bench.bench_train            measures everything, writes bench/results/, prints a table
-    python -m bench.bench_train --quick    gives a first impression; writes nothing without --out
-
 The plain loop has normalised batches in memory and steps torch.optim's fused SGD; ours crops, flips and normalises its
 batches, steps under a decay map, and records losses and accuracies. Both train the same network in the same memory
 format, interleaved, in a process that keeps the memory it frees, as `loco-ext train` does. The address of a network

@@ -35,7 +35,7 @@ from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.train import evaluate, make_budget, make_model, make_optimizer
+from loco_ext.experiments.train import make_budget, make_model, make_optimizer, measure_accuracies
 from loco_ext.folders import owned
 from loco_ext.output import replacing
 from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
@@ -72,7 +72,7 @@ class Study:
 
     @cached_property
     def images(self) -> torch.Tensor:
-        return torch.zeros(1, self.dataset.channels, self.dataset.size, self.dataset.size)
+        return self.dataset.blank(CPU.device)
 
     def network(self, seed: int, width: float = 1.0, kernel_size: int = 3) -> nn.Module:
         """Return an untrained network; kernels of 3x3 may have another size."""
@@ -150,7 +150,7 @@ class Study:
 
     def error(self, network: nn.Module) -> float:
         """Return the test error in percent."""
-        return 100 * (1 - evaluate(network, self.dataset.test, Normalization(self.dataset.train), CPU)[1])
+        return 100 * (1 - measure_accuracies(self.dataset, CPU, network)[0])
 
     def latencies(self, network: nn.Module) -> dict[str, float]:
         """Return the latency of a network over that of the dense one, both compacted, measured in turn."""

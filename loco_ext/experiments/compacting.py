@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from loco_ext import sparsity
 from loco_ext.experiments.data import CLASSES, DATA, Dataset, images_text, load
 from loco_ext.experiments.files import DataError
-from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import SettingsError
-from loco_ext.experiments.train import evaluate
+from loco_ext.experiments.train import measure_accuracies
 from loco_ext.folders import check_results, owned
 from loco_ext.output import json_text, note, replacing, unfinished
 
@@ -155,10 +154,8 @@ def compact(
     network, report = sparsity.compact(model, images, cost=cost, fold_norms=fold_norms)
     result = Compacted(network, report)
     if dataset is not None:
-        normalization, processes = Normalization(dataset.train), Processes(torch.device(device))
-        test = dataset.test.to(processes.device)
-        _, result.accuracy_before = evaluate(model, test, normalization, processes)
-        _, result.accuracy_after = evaluate(network, test, normalization, processes)
+        processes = Processes(torch.device(device))
+        result.accuracy_before, result.accuracy_after = measure_accuracies(dataset, processes, model, network)
     return result
 
 

@@ -19,8 +19,7 @@ def save(history: Sequence[Epoch], path: Path) -> None:
             axes.plot(epochs, [getattr(epoch, f"{samples}_{what}") for epoch in history], marker=".", label=samples)
         axes.set(xlabel="epoch", title=what)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        finish(axes)
-        axes.legend(frameon=False)
+        finish(axes, "medium")
         if what == "accuracy":
             axes.yaxis.set_major_formatter(PercentFormatter(1))
     write(figure, path)

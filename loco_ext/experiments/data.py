@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loco_ext.experiments import files
 from loco_ext.experiments.files import DataError
@@ -56,6 +57,10 @@ class Dataset:
     def images(self) -> str:
         """Shape and classes of the images, as text."""
         return images_text(self.channels, self.size, self.classes, self.class_names)
+
+    def blank(self, device: torch.device, count: int = 1) -> Tensor:
+        """Return images of the data set's shape that are zero, [count, channels, size, size]."""
+        return torch.zeros(count, self.channels, self.size, self.size, device=device)
 
     @cached_property
     def description(self) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from torch import nn
 
 from loco_ext import sparsity
 from loco_ext.experiments.data import Dataset
-from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, evaluate, make_budget, make_model, make_optimizer, train
+from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, measure_accuracies, train
 from loco_ext.output import print_table
 
 SHARE = 0.5  # share of the MACs that remains
@@ -60,15 +59,12 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
         narrow = small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH)
     narrow = narrow.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     narrower = _train(narrow, samples, settings, processes, "fewer channels")
-    test, normalization = samples.test.to(processes.device), Normalization(samples.train)
-    rows, found = [], {}
-    _, whole = evaluate(dense, test, normalization, processes)
+    rows = []
+    (whole,) = measure_accuracies(samples, processes, dense)
     for name, each, right in (("all", dense, whole), ("fewer channels", narrow, narrower), ("budget", model, accuracy)):
-        images = torch.zeros(BATCH_SIZE, samples.channels, samples.size, samples.size, device=processes.device)
-        network, report = found[name] = sparsity.compact(each, images)
+        network, report = sparsity.compact(each, samples.blank(processes.device, BATCH_SIZE))
         rows.append(Row(name, right, report.macs_after, report.parameters_after, report.latency_after))
-    network, report = found["budget"]
-    _, compacted = evaluate(network, test, normalization, processes)
+    (compacted,) = measure_accuracies(samples, processes, network)  # that of the budget, the last one
     return ShrunkDemo(network, report, accuracy, compacted, rows)
 
 
@@ -100,18 +96,13 @@ def print_shrunk(shrunk: ShrunkDemo) -> None:
         [*layers, ["all", "", "", "", total]],
         f"Trained with sparsity.Budget(..., macs={SHARE}), then sparsity.compact: what is left of each layer",
     )
+    networks = [
+        [row.name, f"{row.accuracy:.1%}", f"{row.macs:,}", f"{row.parameters:,}", f"{(row.latency or 0) * 1e3:.2f} ms"]
+        for row in shrunk.networks
+    ]
     print_table(
         ["channels", "test accuracy", "MACs of an image", "parameters", f"latency of {BATCH_SIZE}"],
-        [
-            [
-                row.name,
-                f"{row.accuracy:.1%}",
-                f"{row.macs:,}",
-                f"{row.parameters:,}",
-                f"{(row.latency or 0) * 1e3:.2f} ms",
-            ]
-            for row in shrunk.networks
-        ],
+        networks,
         f"A budget of {SHARE:.0%} of the MACs, and uniformly fewer channels; trained as long, and compacted",
     )
     print(f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted.")

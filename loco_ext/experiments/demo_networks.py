@@ -58,21 +58,12 @@ def describe(
 
 @torch.no_grad()
 def mean_abs_weights(model: nn.Module) -> Tensor:
-    """Return the mean absolute weight of every tap over all filters of all 3x3 convolutions, float64 [3, 3] on the CPU.
-
-    Raises:
-        ValueError: ``model`` has no 3x3 convolution.
-    """
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    """Return the mean absolute weight of each tap over all filters of 3x3 convolutions, float64 [3, 3] on the CPU."""
     filters = [
-        convolution.weight.cpu().double().flatten(0, 1)  # [filters, 3, 3]
-        for convolution in convolutions
-        if convolution.kernel_size == (3, 3)
+        module.weight.cpu().double().flatten(0, 1)  # [filters, 3, 3]
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3)
     ]
-    if not filters:
-        raise ValueError(
-            f"model: expected a 3x3 convolution in it, got {len(convolutions)} convolutions of other sizes"
-        )
     return torch.cat(filters).abs().mean(0)
 
 
@@ -121,8 +112,7 @@ def _draw_accuracies(axes: Axes, networks: list[DemoNetwork]) -> None:
     axes.set(xlabel="epoch", ylim=(max(0.0, 1 - 6 * largest_error - 0.01), 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    finish(axes)
-    axes.legend(frameon=False, loc="lower right")
+    finish(axes, "medium", loc="lower right")
 
 
 def _label(network: DemoNetwork) -> str:

@@ -134,9 +134,8 @@ class _Experiment:
         model = self.network(arm.time or 0)
         if arm.relax == CNN:
             return model
-        example = torch.zeros(1, self.data.channels, self.data.size, self.data.size, device=self.processes.device)
         how = {LCN: "sharing", FULL: "all", FCN: "all"}.get(arm.relax) or int(arm.relax)
-        lifted = to_efcn(model, example, how)
+        lifted = to_efcn(model, self.data.blank(self.processes.device), how)
         if arm.relax == FCN:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.settings.training.seed)

@@ -56,15 +56,14 @@ def dynamics(record: Record) -> Figure:
             _draw_course(axes, record["cnn"], name, color="black", label="CNN")
             if record["fcn"]:
                 _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
-            branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+            branches = _branches(record, relax)
             for branch, color in zip(branches, _colors(len(branches)), strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
             _scale_epochs(axes)
             axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
             if name == "train_loss":
                 axes.set_yscale("log")
-            finish(axes)
-        row[-1].legend(frameon=False, fontsize="x-small")
+            finish(axes, "x-small" if axes is row[-1] else None)
     return figure
 
 
@@ -84,8 +83,7 @@ def landscape(record: Record) -> Figure:
         axes.set_yscale("log")
         axes.set(ylabel=title)
     for axes in (accuracy, *others):
-        finish(axes)
-        axes.legend(frameon=False, fontsize="x-small")
+        finish(axes, "x-small")
     return figure
 
 
@@ -98,7 +96,7 @@ def deviations(record: Record) -> Figure:
     cells = figure.subplots(2, 3)
     for row, name in zip(cells, ("delta_locality", "delta_sharing"), strict=True):
         for number, relax in enumerate(_relaxations(record)[1:]):
-            branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+            branches = _branches(record, relax)
             deltas = [branch["epochs"][-1][name] for branch in branches]
             times = [branch["switch_time"] for branch in branches]
             losses = [branch["start"]["train_loss"] for branch in branches]
@@ -115,8 +113,7 @@ def deviations(record: Record) -> Figure:
         row[1].set(xlabel="initial training loss", ylabel=label)
         row[2].set(xlabel=label, ylabel="final test accuracy")
         for axes in row:
-            finish(axes)
-            axes.legend(frameon=False, fontsize="x-small")
+            finish(axes, "x-small")
     return figure
 
 
@@ -148,15 +145,14 @@ def fcn_filters(fcn: Record) -> Figure:
 
 def masked(record: Record) -> Figure:
     """Draw figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
-    names = [relax for relax in _relaxations(record) if "local_accuracy" in _last(record, relax)]
+    names = [relax for relax in _relaxations(record) if "local_accuracy" in _branches(record, relax)[0]["epochs"][-1]]
     figure = Figure(figsize=(4.8 * len(names), 3.8), layout="constrained")
     for axes, relax in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         parts = {"all blocks": "test_accuracy", "local blocks": "local_accuracy", "others": "off_local_accuracy"}
         for number, (label, name) in enumerate(parts.items()):
             _draw_by_time(axes, record, relax, number, lambda b, name=name: b["epochs"][-1][name], label)
         axes.set(title=_title(relax), ylabel="final test accuracy", ylim=(0, 1))
-        finish(axes)
-        axes.legend(frameon=False, fontsize="x-small")
+        finish(axes, "x-small")
     return figure
 
 
@@ -182,8 +178,7 @@ def interpolations(branches: list[Record]) -> Figure:
                 axes.plot(alphas, _numbers([point[name] for point in points]), color=color, marker=".", label=method)
             axes.set(xlabel="alpha", ylabel=title)
             axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}", fontsize="small")
-            finish(axes)
-        row[-1].legend(frameon=False, fontsize="x-small")
+            finish(axes, "x-small" if axes is row[-1] else None)
     return figure
 
 
@@ -197,8 +192,8 @@ def _title(relax: str) -> str:
     return names.get(relax, f"grown by {relax}")
 
 
-def _last(record: Record, relax: str) -> Record:
-    return next(branch["epochs"][-1] for branch in record["branches"] if branch["relax"] == relax)
+def _branches(record: Record, relax: str) -> list[Record]:
+    return [branch for branch in record["branches"] if branch["relax"] == relax]
 
 
 def _widest(branches: list[Record]) -> list[Record]:
@@ -234,7 +229,7 @@ def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:
 def _draw_by_time(
     axes: Axes, record: Record, relax: str, number: int, value: Any, label: str, linestyle: str = ":"
 ) -> None:
-    branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+    branches = _branches(record, relax)
     times = [branch["switch_time"] for branch in branches]
     line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
     axes.plot(times, _numbers([value(branch) for branch in branches]), marker=MARKERS[number % len(MARKERS)], **line)

@@ -105,8 +105,7 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
         axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
         axes.set_xlim(0, 1.3 * whole)
         axes.set(title=title, xlabel="MACs of one sample", ylabel="test error in percent")
-        finish(axes)
-        axes.legend(frameon=False, fontsize="small")
+        finish(axes, "small")
     return figure
 
 
@@ -130,10 +129,12 @@ def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]]
         figure.colorbar(scale, ax=axes, label="strength")
 
 
-def finish(axes: Axes) -> None:
-    """Draw a faint grid and no frame at the top and on the right."""
+def finish(axes: Axes, legend: str | None = None, **where: Any) -> None:
+    """Draw a faint grid, no frame at the top and on the right, and a legend in letters of this size, if any."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    if legend is not None:
+        axes.legend(frameon=False, fontsize=legend, **where)
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -35,7 +35,6 @@ from loco_ext.experiments import landscapes_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
 from loco_ext.experiments.loader import Normalization
-from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered, rounded
 from loco_ext.experiments.samples import Samples
@@ -78,6 +77,22 @@ def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str,
         record = read(out / "landscapes.json")
         landscapes_figures.save(record, out)
     return record
+
+
+class Noisy(nn.Module):
+    """Network that computes the same as ``network``, but for normal noise on its images in training mode.
+
+    Args:
+        noise: standard deviation of the noise.
+    """
+
+    def __init__(self, network: nn.Module, noise: float) -> None:
+        super().__init__()
+        self.network, self.noise = network, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.network(x + self.noise * torch.randn_like(x) if self.training else x)
+        return logits
 
 
 class _Experiment:
@@ -287,14 +302,14 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
         found[arm] = {}
         for name, figure in FIGURES.items():
             values = [None if network["diverged"] else figure(network) for network in by_seed.values()]
-            entry = dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
+            entry = mean_and_error(values)
             if arm != PLAIN and PLAIN in arms:
                 plains = (arms[PLAIN][seed] for seed in by_seed)
                 plain = [None if network["diverged"] else figure(network) for network in plains]
                 pairs = zip(values, plain, strict=True)
                 differences = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
-                names = ("difference", "difference_standard_error")
-                entry |= dict(zip(names, mean_and_error(differences), strict=True))
+                compared = mean_and_error(differences)
+                entry |= {"difference": compared["mean"], "difference_standard_error": compared["standard_error"]}
             found[arm][name] = entry
     return found
 

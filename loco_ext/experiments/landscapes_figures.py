@@ -114,5 +114,4 @@ def mean(values: list[Any]) -> Any:
 
 def _percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    finish(axes)
-    axes.legend(frameon=False, fontsize="x-small")
+    finish(axes, "x-small")

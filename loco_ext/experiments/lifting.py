@@ -3,15 +3,13 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import nn as modules
 
 from loco_ext import nn, optim
 from loco_ext.experiments.data import Dataset
-from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, evaluate, train
+from loco_ext.experiments.train import Epoch, measure_accuracies, train
 from loco_ext.output import print_table
 
 RADIUS = 1  # pixels on each side beyond the receptive field of the convolutions
@@ -45,10 +43,8 @@ def lift(model: modules.Module, samples: Dataset, settings: Settings, processes:
     Args:
         settings: of the training; its weight decay and locality are not used.
     """
-    image = torch.zeros(1, samples.channels, samples.size, samples.size, device=processes.device)
-    network = nn.to_efcn(model, image, relax=RADIUS)
-    test, normalization = samples.test.to(processes.device), Normalization(samples.train)
-    before, lifted = (evaluate(each, test, normalization, processes)[1] for each in (model, network))
+    network = nn.to_efcn(model, samples.blank(processes.device), relax=RADIUS)
+    before, lifted = measure_accuracies(samples, processes, model, network)
     settings = replace(settings, learning_rate=settings.learning_rate / SLOWER)
     optimizer = optim.SGD(network.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     history: list[Epoch] = []

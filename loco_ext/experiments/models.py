@@ -28,10 +28,6 @@ def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8, *, width: 
         classes: number of logits; the output is [N, classes].
         size: height and width of the images, at least 2.
         width: factor on the numbers of channels.
-
-    >>> import torch
-    >>> small_cnn()(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
     """
     first, last = (max(1, round(width * channels)) for channels in (32, 64))
     return nn.Sequential(
@@ -50,10 +46,6 @@ def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32, *, kernel_siz
     """Build the VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
 
     A larger ``kernel_size`` is that of the layers whose maps are larger than it, as in section 7.1; the others stay.
-
-    >>> import torch
-    >>> vgg13()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
     """
     layers: list[nn.Module] = []
     channels = in_channels
@@ -65,12 +57,7 @@ def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32, *, kernel_siz
 
 
 def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """Build the MobileNet of LOCO-REG, Table 3: alternating depthwise 3x3 and pointwise convolutions.
-
-    >>> import torch
-    >>> mobilenet()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
+    """Build the MobileNet of LOCO-REG, Table 3: alternating depthwise 3x3 and pointwise convolutions."""
     layers: list[nn.Module] = [*_convolution(in_channels, 64)]
     channels = 64
     # (stride of the depthwise convolution, channels after the pointwise one)
@@ -82,12 +69,7 @@ def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Seq
 
 
 def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """Build ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
-
-    >>> import torch
-    >>> resnet18()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
+    """Build ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling."""
     layers: list[nn.Module] = [*_convolution(in_channels, 64)]
     channels = 64
     for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -97,12 +79,7 @@ def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
 
 
 def resnet50(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """Build ResNet-50 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
-
-    >>> import torch
-    >>> resnet50()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
+    """Build ResNet-50 for small images: it begins with one 3x3 convolution, without a stride or a pooling."""
     layers: list[nn.Module] = [*_convolution(in_channels, 64)]
     channels = 64
     for width, stride, blocks in ((64, 1, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3)):
@@ -139,10 +116,6 @@ def cifar_resnet(
             them; with None, the first convolution is like the others.
         padded: shortcuts where shapes change have no weights: every other pixel, and zeros in the new channels, which
             is option A of He et al. (2015). Otherwise they are 1x1 convolutions.
-
-    >>> import torch
-    >>> cifar_resnet()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
     """
 
     def block(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
@@ -162,12 +135,7 @@ def cifar_plain(
     kernel_size: int = 3,
     stem: int | None = None,
 ) -> nn.Sequential:
-    """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts.
-
-    >>> import torch
-    >>> cifar_plain(blocks=1, width=0.5)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
+    """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts."""
 
     def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
         return *_convolution(channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
@@ -180,10 +148,6 @@ def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.S
 
     The kernels are 4x4 with a stride of 2, 5x5 and 3x3, each followed by ReLU and 3x3 pooling of stride 2; 143,178
     parameters for three channels and ten classes.
-
-    >>> import torch
-    >>> vanilla_cnn()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
     """
     return nn.Sequential(
         *(nn.Conv2d(in_channels, 64, 4, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
@@ -198,10 +162,6 @@ def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequ
     """Build the AlexNet of the eFCN paper, appendix B, for small images.
 
     It has five convolutions, three linear layers and dropout.
-
-    >>> import torch
-    >>> alexnet()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 100])
     """
     return nn.Sequential(
         *(nn.Conv2d(in_channels, 64, 4, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),

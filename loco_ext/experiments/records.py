@@ -84,13 +84,16 @@ def read(path: Path) -> Any:
         raise SettingsError(f"{path}: expected JSON, remove it to measure anew ({type(error).__name__})") from error
 
 
-def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+def mean_and_error(values: Sequence[float | None]) -> Record:
     """Return the mean and its standard error; None where a value is missing, or there are too few.
 
-    >>> mean_and_error([1.0, 3.0]), mean_and_error([1.0]), mean_and_error([1.0, math.nan])
-    ((2.0, 1.0), (1.0, None), (None, None))
+    >>> mean_and_error([1.0, 3.0])
+    {'mean': 2.0, 'standard_error': 1.0}
+    >>> [list(mean_and_error(values).values()) for values in ([1.0], [1.0, math.nan], [1.0, None])]
+    [[1.0, None], [None, None], [None, None]]
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     if len(known) < len(values):
-        return None, None
-    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+        return {"mean": None, "standard_error": None}
+    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+    return {"mean": statistics.fmean(known), "standard_error": error}

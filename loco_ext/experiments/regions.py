@@ -286,12 +286,10 @@ def summarise(networks: list[Record]) -> list[Record]:
         arms.append(
             {
                 **{key: first[key] for key in ("name", "strength", "hinge", "top_percent")},
-                "accuracy": _mean([network.get("accuracy") for network, _ in pairs]),
-                "points_lost": _mean([_points_lost(*pair) for pair in pairs]),
-                "median_radius": {p: _mean([_median(network, p) for network, _ in pairs]) for p in NORMS},
-                "ratio": {
-                    p: _mean([_ratio(*(_median(network, p) for network in pair)) for pair in pairs]) for p in NORMS
-                },
+                "accuracy": mean_and_error([network.get("accuracy") for network, _ in pairs]),
+                "points_lost": mean_and_error([_points_lost(*pair) for pair in pairs]),
+                "median_radius": {p: mean_and_error([_median(network, p) for network, _ in pairs]) for p in NORMS},
+                "ratio": {p: mean_and_error([_ratio(*pair, p) for pair in pairs]) for p in NORMS},
             }
         )
     return arms
@@ -302,16 +300,13 @@ def _median(network: Record, p: str) -> float | None:
     return None if network["diverged"] else network["radii"][p][1]
 
 
-def _ratio(ours: float | None, vanilla: float | None) -> float | None:
-    return None if ours is None or not vanilla else ours / vanilla
+def _ratio(ours: Record, vanilla: Record, p: str) -> float | None:
+    radius, other = _median(ours, p), _median(vanilla, p)
+    return None if radius is None or not other else radius / other
 
 
 def _points_lost(ours: Record, vanilla: Record) -> float | None:
     return None if ours["diverged"] or vanilla["diverged"] else 100 * (vanilla["accuracy"] - ours["accuracy"])
-
-
-def _mean(values: list[float | None]) -> Record:
-    return dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
 
 
 def best(arms: list[Record]) -> Record | None:

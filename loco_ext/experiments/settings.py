@@ -324,12 +324,12 @@ class Settings:
                 if (value := getattr(self, name)) != default:
                     raise SettingsError(f"{name}: expected {default} without macs, parameters or latency, got {value}")
         check_temperature(self)
-        if self.folded and self.penalty in (None, "complexity"):
+        if self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
-            raise SettingsError(f"folded: expected False {which}, got True")
-        if self.penalty in (None, "complexity") and (self.group_norm, self.power) != ("l2", 1):
-            which = "without a penalty" if self.penalty is None else "with the penalty complexity"
-            raise SettingsError(f"group_norm, power: expected l2, 1 {which}, got {self.group_norm}, {self.power}")
+            if self.folded:
+                raise SettingsError(f"folded: expected False {which}, got True")
+            if (self.group_norm, self.power) != ("l2", 1):
+                raise SettingsError(f"group_norm, power: expected l2, 1 {which}, got {self.group_norm}, {self.power}")
         if self.strength and self.penalty is None:
             raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
         if (self.alpha == 0) != (self.pilcro is None):

@@ -34,7 +34,7 @@ from loco_ext.experiments.settings import (
     from_preset,
     set_rounding,
 )
-from loco_ext.experiments.train import check_rounding, evaluate
+from loco_ext.experiments.train import check_rounding, measure_accuracies
 from loco_ext.folders import check_results, owned
 from loco_ext.option_parsers import MOST
 from loco_ext.output import print_table, remove_leftovers, write_json
@@ -158,24 +158,17 @@ class Shrunk:
     def show(self, batch_size: int) -> None:
         """Print accuracy, cost and latency of the trained network and of the small one."""
         dense, small = self.before.report, self.after.report
+        accuracies = self.before.accuracy_before, self.accuracy_untrained, self.after.accuracy_after
+        costs = (
+            ("as trained", dense.macs_before, dense.parameters_before, dense.latency_before),
+            ("made smaller", small.macs_before, small.parameters_before, None),
+            ("and trained on", small.macs_after, small.parameters_after, small.latency_after),
+        )
         print_table(
             ["network", "test accuracy", "MACs of an image", "parameters", f"latency of {batch_size}"],
             [
-                _row(
-                    "as trained",
-                    self.before.accuracy_before,
-                    dense.macs_before,
-                    dense.parameters_before,
-                    dense.latency_before,
-                ),
-                _row("made smaller", self.accuracy_untrained, small.macs_before, small.parameters_before, None),
-                _row(
-                    "and trained on",
-                    self.after.accuracy_after,
-                    small.macs_after,
-                    small.parameters_after,
-                    small.latency_after,
-                ),
+                [name, f"{accuracy or 0:.2%}", f"{macs:,}", f"{parameters:,}", f"{1e3 * time:.2f} ms" if time else ""]
+                for accuracy, (name, macs, parameters, time) in zip(accuracies, costs, strict=True)
             ],
         )
 
@@ -210,8 +203,7 @@ def shrink(
             _check_same(read(path), record, path)
     network = _load(out / "start").to(processes.device)
     before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
-    test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
-    _, untrained = evaluate(network, test, normalization, processes)
+    (untrained,) = measure_accuracies(dataset, processes, network)
     teacher = None if how.distillation is None else trained.model
     setting = replace(setting, weights=digest(network), teacher=None if teacher is None else digest(teacher))
     options: dict[str, Any] = {"model": network, "teacher": teacher, "label": "training on", "finite": True}
@@ -280,14 +272,3 @@ def _smaller(
         return sparsity.shrink_to(model, example, batches=batches, **options)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-
-
-def _row(name: str, accuracy: float | None, macs: int, parameters: int, latency: float | None) -> list[str]:
-    accuracy = 0.0 if accuracy is None else accuracy
-    return [
-        name,
-        f"{accuracy:.2%}",
-        f"{macs:,}",
-        f"{parameters:,}",
-        "" if latency is None else f"{latency * 1e3:.2f} ms",
-    ]

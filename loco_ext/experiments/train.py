@@ -100,7 +100,7 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
         if data is None:
             raise SettingsError("penalty: expected data with the penalty complexity, which counts pixels")
         first = next(model.parameters())
-        image = torch.zeros(1, data.channels, data.size, data.size, dtype=first.dtype, device=first.device)
+        image = data.blank(first.device).to(first.dtype)
         kinds = {"kind": settings.kind, "weighting": settings.weighting}
         return complexity_penalties(model, (image,), settings.strength, **kinds)
     penalty = settings.make_penalty()
@@ -128,11 +128,10 @@ def make_budget(
     check_rounding(settings.round_to, model)
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
-    image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "granularity", "round_to")}
-    options[chosen[0]] = chosen[1]
+    options |= {chosen[0]: chosen[1], "example_inputs": data.blank(processes.device)}
     try:
-        return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
+        return Budget(model, optimizer, begin=begin, end=end + 1, **options)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
@@ -316,6 +315,12 @@ def train_epoch(
     weights = torch.tensor(counts, dtype=torch.float64, device=loader.device)
     total = torch.stack(losses).double() @ weights
     return torch.stack([total, torch.stack(correct).sum().double(), weights.sum()])
+
+
+def measure_accuracies(data: Dataset, processes: Processes, *models: nn.Module) -> list[float]:
+    """Return the accuracy of each model, on the processes' device, on all test samples; see :func:`evaluate`."""
+    normalization, test = Normalization(data.train).to(processes.device), data.test.to(processes.device)
+    return [evaluate(model, test, normalization, processes)[1] for model in models]
 
 
 @torch.no_grad()

@@ -147,24 +147,22 @@ def read_json(path: Path) -> Any:
     Raises:
         RunError: the file cannot be read, or is not JSON.
     """
+    return _parsed(path, json.loads, "JSON")
+
+
+def _parsed(path: Path, parse: Callable[[bytes], Any], what: str) -> Any:
     try:
         with open_regular(path) as file:
-            return json.loads(file.read())
+            return parse(file.read())
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: expected JSON ({type(error).__name__})") from error
+        raise RunError(f"{path}: expected {what} ({type(error).__name__})") from error
 
 
 def _read_epochs(path: Path) -> list[Record]:
     """Return the lines of a file of metrics, whose numbers are finite or None."""
-    try:
-        with open_regular(path) as file:
-            epochs = [json.loads(line) for line in file.read().splitlines()]
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: expected lines of JSON ({type(error).__name__})") from error
+    epochs = _parsed(path, lambda text: [json.loads(line) for line in text.splitlines()], "lines of JSON")
     if not epochs:
         raise RunError(f"{path}: expected at least one epoch, found none")
     for epoch in epochs:

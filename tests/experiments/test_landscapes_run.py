@@ -20,7 +20,6 @@ from loco_ext.experiments import landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import Arm, landscapes_preset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
-from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from tests.experiments.runs import CPU, digits
@@ -134,7 +133,7 @@ def test_noise_and_decay_are_what_their_names_say():
     setting = settings()
     assert setting.training_of(Arm.parse("decay:0.1"), 1).weight_decay == 0.1
     assert setting.training_of(Arm.parse("decay:0.1"), 1).seed == SEED + 1
-    model = Noisy(nn.Identity(), noise=0.3)
+    model = landscapes.Noisy(nn.Identity(), noise=0.3)
     images = torch.zeros(50, 1, 20, 20)
     assert model(images).std().item() == pytest.approx(0.3, rel=0.05)
     assert torch.equal(model.eval()(images), images)

@@ -24,8 +24,9 @@ from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
+from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError, check_same, from_preset
-from loco_ext.experiments.train import make_model, make_optimizer, train
+from loco_ext.experiments.train import make_model, make_optimizer, measure_accuracies, train
 from tests.covering import covering
 from tests.experiments.runs import CPU, digits, killed_after, quick
 from tests.processes import die, start_command, wait_for_all
@@ -308,6 +309,18 @@ def test_a_run_may_go_on_for_more_epochs(tmp_path):
     longer = run.run(steps(3, 1, 2), few_digits(), tmp_path / "longer", CPU, resume=True)
     assert figures(longer) == figures(whole)
     assert json.loads((tmp_path / "longer" / "settings.json").read_text())["settings"]["epochs"] == 3
+
+
+class Elsewhere(Processes):
+    """Processes of a device whose sums cannot be read."""
+
+    def sum(self, values):
+        return torch.zeros(2)
+
+
+def test_accuracies_are_measured_on_the_processes_device():
+    model = make_model(quick(), few_digits()).to("meta")
+    assert measure_accuracies(few_digits(), Elsewhere(torch.device("meta")), model) == [0.0]
 
 
 def test_float16_leaves_out_steps_whose_gradients_overflow():
