@@ -398,7 +398,7 @@ def main(
     with owned(runs):
         for seed, way in product(range(first, first + seeds), chosen):
             for share in WAYS[way].shares:
-                key = {"way": way, "share": share, "seed": seed}
+                key: Record = {"way": way, "share": share, "seed": seed}
                 results.once(key, partial(measure, **key))
     results.show()
 

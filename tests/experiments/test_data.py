@@ -28,7 +28,6 @@ def fashion(tmp_path_factory):
 def test_cifar10_is_its_records_in_order(cifar10):
     folder, records = cifar10
     found = data.load("cifar10", folder)
-    assert torch.equal(data.load("cifar10", folder / "cifar-10-batches-bin").test.images, found.test.images)
     for samples, expected in ((found.train, records[:50_000]), (found.test, records[50_000:])):
         assert samples.images.dtype == torch.uint8
         assert samples.labels.dtype == torch.int64

@@ -19,8 +19,6 @@ from loco_ext.experiments.train import make_model, make_optimizer, penalty_term
 from tests.covering import slow
 from tests.experiments.runs import digits, quick
 
-# Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
-BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
 BASE = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--seed", "3", "--batch-size", "50"]
 OF_POINTS = ["--width", "0.25", "--epochs", "2"]
 FIRST = ["--dense-epochs", "3", "--dense-lr", "0.05"]
@@ -31,34 +29,22 @@ def convolutions(model):
     return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
-@pytest.mark.parametrize("depth", BASES)
-def test_the_base_architectures_are_those_of_table_2(depth):
-    plain, residual = (MODELS[f"{kind}{depth}"].make(3, 10, 32) for kind in ("plain", "resnet"))
-    assert [conv.out_channels for conv in convolutions(plain)] == BASES[depth]
-    blocks = [conv for conv in convolutions(residual) if conv.kernel_size == (3, 3)]
-    assert [conv.out_channels for conv in blocks] == BASES[depth]
-    shortcuts = [conv for conv in convolutions(residual) if conv.kernel_size == (1, 1)]
-    assert [(conv.in_channels, conv.out_channels, conv.stride) for conv in shortcuts] == [
-        (16, 32, (2, 2)),
-        (32, 64, (2, 2)),
-    ]
-    for model in (plain, residual):
-        assert sum(isinstance(module, nn.Linear) for module in model.modules()) == 1
-        _, report = sparsity.compact(model, torch.zeros(1, 3, 32, 32), cost="macs")
-        by_hand, channels, pixels = 0, 3, 32 * 32
-        for width in BASES[depth]:
-            pixels = 32 * 32 * 16**2 // width**2
-            by_hand += pixels * width * channels * 9
+def test_the_base_architectures_have_the_macs_of_table_2():
+    """The channels are compared with the table's by the reproduction."""
+    for name, blocks in (("plain20", 3), ("resnet20", 3), ("plain8", 1), ("resnet8", 1)):
+        by_hand, channels = 0, 3
+        for width in [16] * (2 * blocks + 1) + [32] * 2 * blocks + [64] * 2 * blocks:
+            by_hand += (32 * 16 // width) ** 2 * width * channels * 9
             channels = width
-        shortcut = 16 * 16 * 16 * 32 + 8 * 8 * 32 * 64
-        assert report.macs_before == by_hand + 640 + (shortcut if model is residual else 0)
+        shortcuts = 16 * 16 * 16 * 32 + 8 * 8 * 32 * 64 if name.startswith("resnet") else 0
+        _, report = sparsity.compact(MODELS[name].make(3, 10, 32), torch.zeros(1, 3, 32, 32), cost="macs")
+        assert report.macs_before == by_hand + shortcuts + 64 * 10
 
 
 def test_widths_multiply_all_channels():
     model = make_model(quick(model="resnet8", width=0.3), digits())
-    assert [conv.out_channels for conv in convolutions(model) if conv.kernel_size == (3, 3)] == [5] * 3 + [10] * 2 + [
-        19
-    ] * 2
+    widths = [conv.out_channels for conv in convolutions(model) if conv.kernel_size == (3, 3)]
+    assert widths == [5] * 3 + [10] * 2 + [19] * 2
     assert [conv.out_channels for conv in convolutions(MODELS["plain8"].make(1, 10, 8, width=0.01))] == [1] * 7
 
 
@@ -129,24 +115,21 @@ POINT = {"strength", "tau", "metrics", "refitted", "macs", "latency_before", "la
 PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "points"}
 
 
+SUBGRADIENT = ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"]
+
+
 @pytest.mark.parametrize(
     ("options", "points"),
     [
         (["--points", "2", "--span", "0.5", "--latency"], [(None, 0.0)] * 2),
-        slow(
-            (
-                ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
-                [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
-            )
-        ),
+        slow((SUBGRADIENT, [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)])),
         slow((["--method", "width", "--widths", "0.25,0.5", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
-    out = tmp_path / "frontier"
-    width_only = "width" in options
+    out, width_only = tmp_path / "frontier", "width" in options
     line = ["frontier", *([*BASE, *FIRST] if width_only else TINY), "--out", str(out), *options]
     assert main([*line, "--json"]) == 0
     record = json.loads((out / "frontier.json").read_text(), parse_constant=pytest.fail)
@@ -156,23 +139,23 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     assert [path["width"] for path in record["paths"]] == ([0.25, 0.5] if width_only else [0.25])
     found = [point for path in record["paths"] for point in path["points"]]
     assert all(path.keys() == PATH for path in record["paths"])
-    assert all(point.keys() == POINT for point in found)
     for point, (strength, tau) in zip(found, points, strict=True):
+        assert point.keys() == POINT
         assert (point["strength"] if strength is not None else None, point["tau"]) == (strength, tau)
-    for point in found:
-        for name in ("latency_before", "latency_after"):
-            assert (point[name] is not None) == ("--latency" in options)
+        assert {point[name] is not None for name in ("latency_before", "latency_after")} == {"--latency" in options}
         assert 0 <= point["metrics"]["accuracy"] <= 1
-        for name, widths in zip(point["kernels"], [4, 4, 4, 8, 8, 16, 16], strict=True):
-            assert width_only or sum(point["kernels"][name]) == widths
+        for counts, width in zip(point["kernels"].values(), [4, 4, 4, 8, 8, 16, 16], strict=True):
+            assert width_only or sum(counts) == width
     if "--points" in options:  # the first strength, which leaves nothing, is found by trial
         counts = [sum(sum(sizes[1:]) for sizes in point["kernels"].values()) for point in found]
         assert counts[0] == 0 < counts[1]
         assert found[0]["macs"] < record["paths"][0]["macs"] / 20
-    figures = ["errors.png"] + ["sizes.png", "widths.png"] * (not width_only)
-    assert sorted(path.name for path in out.glob("*.png")) == sorted(figures)
-    for name in figures:
-        picture = matplotlib.image.imread(out / name)
+    assert {path.name for path in out.glob("*.png")} == {
+        "errors.png",
+        *(["sizes.png", "widths.png"] * (not width_only)),
+    }
+    for path in out.glob("*.png"):
+        picture = matplotlib.image.imread(path)
         assert picture.shape[0] > 300
         assert picture.std() > 0.05
     # A finished run is not overwritten or trained again, and its table is the same.

@@ -30,15 +30,12 @@ def test_experiments_go_on_with_other_commits_and_records_without_one(tmp_path, 
     del record["commit"]
     path.write_text(json.dumps(record))
     begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
-    with pytest.raises(SettingsError, match="of another experiment"):
-        begin(tmp_path, settings, data, CPU, resume=True, fact=1.0)
-    record["versions"]["torch"] = "1.0"
-    path.write_text(json.dumps(record))
-    with pytest.raises(SettingsError, match="of another experiment"):
-        begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
-    path.write_text("[]")
-    with pytest.raises(SettingsError, match="of another experiment"):
-        begin(tmp_path, settings, data, CPU, resume=True)
-    path.write_text("{")
-    with pytest.raises(SettingsError, match="expected JSON"):
-        begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
+    for content, fact, said in (
+        (json.dumps(record), 1.0, "of another experiment"),
+        (json.dumps(record | {"versions": {"torch": "1.0"}}), float("nan"), "of another experiment"),
+        ("[]", float("nan"), "of another experiment"),
+        ("{", float("nan"), "expected JSON"),
+    ):
+        path.write_text(content)
+        with pytest.raises(SettingsError, match=said):
+            begin(tmp_path, settings, data, CPU, resume=True, fact=fact)
