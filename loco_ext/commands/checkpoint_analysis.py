@@ -90,8 +90,8 @@ def save(analysis: Analysis, out: Path) -> None:
 def short_names(paths: Sequence[str]) -> dict[str, str]:
     """Return the shortest unique ending of every path, without the file suffix.
 
-    >>> short_names(["runs/a/model.pt", "runs/b/model.pt"])
-    {'runs/a/model.pt': 'a/model', 'runs/b/model.pt': 'b/model'}
+    >>> list(short_names(["runs/a/model.pt", "runs/b/model.pt", "runs/b/last.pt", "x/runs/b/model.pt"]).values())
+    ['a/model', 'runs/b/model.pt', 'last', 'x/runs/b/model']
     """
     names = {}
     for path in paths:

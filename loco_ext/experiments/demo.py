@@ -18,7 +18,7 @@ from loco_ext.checkpoints import save_checkpoint
 from loco_ext.experiments import data, demo_budget, demo_networks, lifting, settings
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
-from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
+from loco_ext.experiments.train import make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import write_json
 from loco_ext.threads import num_threads
@@ -143,10 +143,9 @@ def train_both(demo: DemoSettings, samples: data.Dataset, trainings: list[Traini
 
 
 def _train(training: Training, samples: data.Dataset, demo: DemoSettings) -> demo_networks.DemoNetwork:
-    history: list[Epoch] = []
     processes = Processes(torch.device(demo.device))
     _, model, optimizer, setting = training
-    train(model, optimizer, samples, setting, processes, label=training.name, after_epoch=history.append)
+    history = train(model, optimizer, samples, setting, processes, label=training.name)
     accuracies = [epoch.test_accuracy for epoch in history]
     locality = (1.0, 1.0) if setting.locality is None else demo.locality
     return demo_networks.describe(training.name, model, optimizer, locality, accuracies)

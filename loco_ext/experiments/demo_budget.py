@@ -11,7 +11,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.models import small_cnn
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, measure_accuracies, train
+from loco_ext.experiments.train import make_budget, make_model, make_optimizer, measure_accuracies, train
 from loco_ext.output import print_table
 
 SHARE = 0.5  # share of the MACs that remains
@@ -70,11 +70,9 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
 
 def _train(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes, label: str) -> float:
     """Train a network in place, and return its test accuracy."""
-    optimizer, history = make_optimizer(settings, model), list[Epoch]()
+    optimizer = make_optimizer(settings, model)
     budget = make_budget(settings, model, optimizer, samples, processes)
-    options: dict[str, Any] = {"label": label, "budget": budget, "after_epoch": history.append}
-    train(model, optimizer, samples, settings, processes, **options)
-    return history[-1].test_accuracy
+    return train(model, optimizer, samples, settings, processes, label=label, budget=budget)[-1].test_accuracy
 
 
 def print_shrunk(shrunk: ShrunkDemo) -> None:

@@ -9,7 +9,7 @@ from loco_ext import nn, optim
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, measure_accuracies, train
+from loco_ext.experiments.train import measure_accuracies, train
 from loco_ext.output import print_table
 
 RADIUS = 1  # pixels on each side beyond the receptive field of the convolutions
@@ -47,8 +47,7 @@ def lift(model: modules.Module, samples: Dataset, settings: Settings, processes:
     before, lifted = measure_accuracies(samples, processes, model, network)
     settings = replace(settings, learning_rate=settings.learning_rate / SLOWER)
     optimizer = optim.SGD(network.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
-    history: list[Epoch] = []
-    train(network, optimizer, samples, settings, processes, label="lifted", after_epoch=history.append)
+    history = train(network, optimizer, samples, settings, processes, label="lifted")
     return Lifted(
         network,
         nn.deviation(network),

@@ -176,8 +176,8 @@ def train(
     budget: Budget | None = None,
     teacher: Teacher | None = None,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
-) -> None:
-    """Train ``model`` in place from epoch ``start``, counted from 0, to the last.
+) -> list[Epoch]:
+    """Train ``model`` in place from epoch ``start``, counted from 0, to the last; return the metrics of each.
 
     Args:
         model: maps images to logits; on the processes' device.
@@ -188,6 +188,7 @@ def train(
         teacher: network whose outputs the model learns.
         after_epoch: called in every process with the metrics of each epoch.
     """
+    history = []
     normalization = Normalization(data.train)
     pilcro = make_pilcro(settings, data, normalization)  # before the normalization moves to the device
     loader = _loader(data, settings, processes, normalization)
@@ -227,7 +228,9 @@ def train(
                 count / seconds,
             )
             progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
+            history.append(figures)
             after_epoch(figures)
+    return history
 
 
 def _loader(data: Dataset, settings: Settings, processes: Processes, normalization: Normalization) -> Loader:

@@ -15,7 +15,6 @@ from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.tables import PARTS
 from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.cli import main
-from loco_ext.commands.checkpoint_analysis import short_names
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
@@ -226,8 +225,3 @@ def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):
     other = write(tmp_path / "other.pt", nn.Sequential(nn.Conv2d(3, 8, 3)), "torch")
     assert main(["analyze", str(one), str(other), "--out", str(tmp_path / "out")]) == 2
     assert "expected the same layers in all" in capsys.readouterr().err
-
-
-def test_names_are_as_short_as_they_can_be_told_apart():
-    paths = ["runs/a/model.pt", "runs/b/model.pt", "runs/b/last.pt", "x/runs/b/model.pt"]
-    assert list(short_names(paths).values()) == ["a/model", "runs/b/model.pt", "last", "x/runs/b/model"]

@@ -17,10 +17,9 @@ TRAIN = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick"
 
 
 def test_a_run_is_compacted(tmp_path, capsys):
-    run, out = tmp_path / "run", tmp_path / "out"
-    assert main([*TRAIN, "--out", str(run)]) == 0
-    capsys.readouterr()
-    assert main(["compact", str(run), "--out", str(out), "--batch-size", "4", "--json"]) == 0
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    assert main([*TRAIN, "--out", run, "--quiet"]) == 0
+    assert main(["compact", run, "--out", str(out), "--batch-size", "4", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accuracy_before"] == printed["accuracy_after"]
     assert printed["macs_before"] == printed["macs_after"]  # the weights have no zeros to remove

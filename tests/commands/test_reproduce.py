@@ -405,7 +405,8 @@ def test_all_papers_go_on_after_kills(whole, tmp_path):
         assert not (reached.parent / result).exists()
         assert times(kept) == kept
         jobs = [job for module in PAPERS.values() for job in module.jobs(plan("smoke", tmp_path))]
-        changes = ("settings.json", "checkpoint.pt")  # files that are written again, or removed in the end
+        # Some files are written once more for the epoch that was not complete, or are removed in the end.
+        changes = ("settings.json", "weights-001.safetensors", "001-full/checkpoint.pt")
         kept = times([*(job.result for job in jobs if job.done), *([] if name.endswith(changes) else [reached])])
     run_command(*command)
     assert times(kept) == kept

@@ -18,11 +18,11 @@ from loco_ext import analysis, regularizers
 from loco_ext.cli import main
 from loco_ext.experiments import landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import Arm, landscapes_preset
-from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
-from tests.experiments.runs import CPU, digits
+from tests.experiments.runs import digits, written_out
 
 SAMPLES, SEED = 90, 5
 ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3")
@@ -99,32 +99,18 @@ def test_the_record_has_every_network_and_figures_are_drawn_from_it_alone(finish
 
 @pytest.mark.slow
 def test_arms_are_trained_on_their_losses(finished):
-    """The reference is torch.optim.SGD in a loop of its own, with PILCRO's loss added at every tenth step."""
+    """The reference is a loop written out, with PILCRO's loss added at every tenth step."""
     out, record = finished
-    data = digits(SAMPLES)
-    normalization = Normalization(data.train)
-    smoothness = regularizers.data_smoothness(normalization(data.train.images))
+    samples = digits(SAMPLES)
+    smoothness = regularizers.data_smoothness(Normalization(samples.train)(samples.train.images))
     torch.testing.assert_close(torch.tensor(record["smoothness"]), smoothness, rtol=1e-4, atol=0)
     for network in record["networks"][4:7]:
         arm = Arm.parse(network["arm"])
         reached, setting = trained(network, out)
-        model = make_model(setting, data)
+        model = make_model(setting, samples)
         options = {"target": smoothness, "reduction": "mean"} if arm.kind == "target" else {}
         mode = arm.kind if arm.kind != "plain" else "curvature"
-        pilcro = regularizers.PILCRO(mode, arm.value, seed=setting.seed, **options)
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=setting.weight_decay)
-        loader = Loader(data.train, normalization, CPU.device, batch_size=24, seed=setting.seed, augmented=False)
-        for epoch in range(3):
-            for group in optimizer.param_groups:
-                group["lr"] = setting.learning_rate_of(epoch)
-            for x, y, _ in loader.epoch(epoch):
-                model.train()
-                optimizer.zero_grad()
-                (pilcro(model, x) + cross_entropy(model(x), y)).backward()
-                optimizer.step()
+        written_out(setting, samples, model, extra=regularizers.PILCRO(mode, arm.value, seed=setting.seed, **options))
         for ours, theirs in zip(reached.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-4)
 

@@ -15,20 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run
 from loco_ext.experiments.distillation import Teacher
-from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError, check_same, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, measure_accuracies, train
 from tests.covering import covering
-from tests.experiments.runs import CPU, digits, killed_after, quick
+from tests.experiments.runs import CPU, digits, killed_after, quick, written_out
 from tests.processes import die, start_command, wait_for_all
 
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
@@ -107,48 +105,6 @@ def test_the_optimizer_has_the_settings_locality_and_rule():
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
 
 
-def written_out(setting, samples, teacher):
-    """Train a network in a loop with torch.optim's SGD; return it, and by epoch its figures in the order of Epoch's."""
-    model, figures = make_model(setting, samples), []
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": setting.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.SGD(groups, lr=setting.learning_rate, momentum=setting.momentum, foreach=False)
-    normalization, penalty = Normalization(samples.train), setting.make_penalty()
-    kernels = [p for p in decayed if p.dim() == 4]
-    loader = Loader(samples.train, normalization, CPU.device, batch_size=100, seed=setting.seed, augmented=True)
-    for epoch in range(setting.epochs):
-        rate = setting.learning_rate_of(epoch)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        losses, correct = [], []
-        model.train()
-        for images, labels, _ in loader.epoch(epoch):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=setting.amp):
-                logits, taught = model(images), teacher(images).detach()
-            loss = minimised = cross_entropy(logits.float(), labels)
-            if setting.distillation is not None:  # Hinton et al. 2015
-                q, p = ((each.float() / setting.temperature).softmax(1) for each in (logits, taught))
-                soft = setting.temperature**2 * (p * (p / q).log()).sum(1).mean()
-                minimised = (1 - setting.distillation) * loss + setting.distillation * soft
-            if setting.solver == "subgradient":
-                minimised = minimised + sum(penalty.value(kernel) for kernel in kernels)
-            minimised.backward()
-            optimizer.step()
-            if penalty is not None and setting.solver == "prox":
-                with torch.no_grad():
-                    for kernel in kernels:
-                        kernel.copy_(penalty.prox(kernel, rate / (1 - setting.momentum)))
-            losses.append(loss.item())
-            correct.append((logits.argmax(1) == labels).double().mean().item())
-        with torch.no_grad():
-            logits, labels = model.eval()(normalization(samples.test.images)), samples.test.labels
-        tested = cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
-        figures.append((sum(losses) / len(losses), sum(correct) / len(correct), *tested))
-    return model, figures
-
-
 PENALTY = {"penalty": "rings", "strength": 0.02, "folded": False}
 TAUGHT, TAUGHT_BY = {"distillation": 0.7, "temperature": 2.0}, {"weight": 0.7, "temperature": 2.0}
 
@@ -160,15 +116,16 @@ TAUGHT, TAUGHT_BY = {"distillation": 0.7, "temperature": 2.0}, {"weight": 0.7, "
 )
 def test_training_is_the_loop_written_out(options):
     """A teacher stays as it is; figures are cross-entropies also with one or a penalty, those of tests in float32."""
-    setting, samples, history, seen = quick(epochs=2, **options), few_digits(), [], set()
+    setting, samples, seen = quick(epochs=2, **options), few_digits(), set()
     teacher = make_model(quick(seed=1), samples).eval()
     model, before = make_model(setting, samples), copy.deepcopy(teacher.state_dict())
+    assert not torch.equal(model[0].weight, teacher[0].weight)  # whose seed is another one
     given = {"teacher": Teacher(teacher, **TAUGHT_BY)} if "distillation" in options else {}
     hooks = [
         each[0].register_forward_hook(lambda module, _, result, who=who: seen.add((who, module.training, result.dtype)))
         for who, each in {"model": model, "teacher": teacher}.items()
     ]
-    train(model, make_optimizer(setting, model), samples, setting, CPU, label="", after_epoch=history.append, **given)
+    history = train(model, make_optimizer(setting, model), samples, setting, CPU, label="", **given)
     for hook in hooks:
         hook.remove()
     computed = torch.bfloat16 if setting.amp else torch.float32
@@ -176,7 +133,8 @@ def test_training_is_the_loop_written_out(options):
     assert seen == of_model | ({("teacher", False, computed)} if given else set())
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in teacher.parameters())
-    expected, figures = written_out(setting, samples, teacher)
+    expected = make_model(setting, samples)
+    figures = written_out(setting, samples, expected, teacher)
     for found, (train_loss, train_accuracy, test_loss, test_accuracy) in zip(history, figures, strict=True):
         assert (found.train_loss, found.test_loss) == pytest.approx((train_loss, test_loss), rel=1e-3)
         assert (found.train_accuracy, found.test_accuracy) == pytest.approx((train_accuracy, test_accuracy), abs=0.011)

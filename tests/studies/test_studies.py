@@ -37,7 +37,7 @@ from studies import (
 HAS_PEER = find_spec("torch_pruning") is not None
 
 
-def few_images(monkeypatch, module, count, size=32, **constants):
+def few_images(monkeypatch, module, count, size=8, **constants):
     """Replace CIFAR-10 by random images in a study, and its constants by others."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
@@ -263,10 +263,10 @@ def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypa
 def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
     """All studies run on a few random images and a small network; then the report is made from the existing runs."""
     tiny = {"EPOCHS": 2, "BRANCH_EPOCHS": 1, "LANDSCAPE_SAMPLES": 20}
-    few_images(monkeypatch, efcn_paths_cifar10, 40, 8, **tiny, SWITCH_TIMES=(1,), POINTS=3, STRING_STEPS=1)
+    few_images(monkeypatch, efcn_paths_cifar10, 40, **tiny, SWITCH_TIMES=(1,), POINTS=3, STRING_STEPS=1)
     tiny |= {"SWITCH_TIMES": (0, 1, 2), "FEW_SWITCH_TIMES": (0, 1), "POWER_ITERATIONS": 2, "FEW_POWER_ITERATIONS": 1}
     effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
-    few_images(monkeypatch, efcn_cifar10, 40, 8, **tiny, RADIUS="1", EFFORT=effort)
+    few_images(monkeypatch, efcn_cifar10, 40, **tiny, RADIUS="1", EFFORT=effort)
     preset = efcn_cifar10.efcn_preset
     small = {"model": "plain8", "width": 0.1, "batch_size": 20}
     for module in (efcn_cifar10, efcn_paths_cifar10):
@@ -289,12 +289,12 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     ]
     text = section("efcn_cifar10", tmp_path)
     full = next(network for network in report["networks"] if network["relax"] == "full")
-    shares = " | ".join(f"{100 * full['last'][name]:.1f}" for name in ("delta_locality", "delta_sharing"))
-    assert f"| eFCN | 0 | {full['parameters']:,} | 1 |" in text
-    assert shares in text
-    assert f"| {full['before']['gradient_norm']:.3g} | {full['after']['gradient_norm']:.3g} |" in text
+    shares = [f"{100 * full['last'][name]:.1f}" for name in ("delta_locality", "delta_sharing")]
+    norms = [f"{full[when]['gradient_norm']:.3g}" for when in ("before", "after")]
+    step = f"{1e3 * report['step_seconds']['lcn']:.3g}"
+    for cells in (["eFCN", "0", f"{full['parameters']:,}", "1"], shares, norms, ["LCN", step]):
+        assert f"| {' | '.join(cells)} |" in text
     assert list(report["step_seconds"]) == ["cnn", "lcn", "2", "full"]
-    assert f"| LCN | {1e3 * report['step_seconds']['lcn']:.3g} |" in text
     efcn_paths_cifar10.main(tmp_path, tmp_path / "paths", tmp_path / "efcn_paths-x.json")
     paths = json.loads((tmp_path / "paths" / "efcn.json").read_text())["branches"][1]["interpolations"]
     best = max(point["test_accuracy"] for point in paths["string"])
@@ -305,7 +305,7 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
 def test_landscapes_are_summarised_by_arm(tmp_path, monkeypatch):
     tiny = {"EPOCHS": 1, "ARMS": ("plain", "curvature:1"), "TRAINING_IMAGES": 30, "TEST_IMAGES": 25}
     few = dict.fromkeys(landscapes_cifar10.MEASURED, 6)
-    few_images(monkeypatch, landscapes_cifar10, 40, 8, **tiny, MEASURED=few)
+    few_images(monkeypatch, landscapes_cifar10, 40, **tiny, MEASURED=few)
     runs, out = tmp_path / "runs", tmp_path / "landscapes_cifar10-x.json"
     landscapes_cifar10.main(tmp_path, runs, out, seeds=2)
     assert out.with_suffix(".png").stat().st_size > 10_000
