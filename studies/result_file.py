@@ -16,11 +16,7 @@ Record = dict[str, Any]
 class ResultFile:
     """The results of a study that may be stopped at any time, go on elsewhere, and be shared by several processes.
 
-    Args:
-        name: the study's name among ``tables.RENDERERS``.
-        path: the file.
-        summarise: maps the records of all networks to further entries of the file.
-        facts: entries of the file that do not depend on the networks.
+    ``summarise`` maps the records of all networks to further entries of the file; ``facts`` are the others.
     """
 
     def __init__(self, name: str, path: Path, summarise: Callable[[list[Record]], Record], **facts: Any) -> None:
@@ -28,7 +24,6 @@ class ResultFile:
         self.facts = {"benchmark": name, "machine": machine.describe()} | facts
 
     def networks(self) -> list[Record]:
-        """Return the records of the networks that are there."""
         return json.loads(self.path.read_text())["networks"] if self.path.exists() else []
 
     def once(self, key: Record, measure: Callable[[], Record]) -> None:

@@ -256,7 +256,17 @@ def test_a_finished_experiment_is_not_trained_again_and_its_table_is_the_same(fi
     assert (out / "efcn.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("bad", [{"stiffness": 0.5}, {"penalty": "rings"}, {"switch_times": ()}], ids=str)
+BAD = {
+    "stiffness": 0.5,
+    "penalty": "rings",
+    "switch_times": (),
+    "power_iterations": -1,
+    "distillation": 1.5,
+    "norm": "l3",
+}
+
+
+@pytest.mark.parametrize("bad", [{name: value} for name, value in BAD.items()], ids=str)
 def test_impossible_settings_are_named(bad):
     with pytest.raises(SettingsError, match=next(iter(bad))):
         settings(**bad)
