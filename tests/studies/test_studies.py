@@ -105,6 +105,14 @@ def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(
     assert "| local |" in section("locality_cifar10", tmp_path)
 
 
+def test_errors_are_compared_in_pairs():
+    errors, others = np.array([3.0, 5.0, 4.0]), np.array([1.0, 2.0, 4.5])
+    found = summaries.compare(errors, others)
+    assert found["difference"] == pytest.approx(1.5)
+    assert found["difference_standard_error"] == pytest.approx(stats.sem(errors - others))
+    assert found["paired_p"] == pytest.approx(stats.ttest_1samp(errors - others, 0).pvalue)
+
+
 def test_locality_by_size_tunes_uniform_decay_then_compares_by_seed_and_goes_on(tmp_path, monkeypatch):
     study = locality_sizes_cifar10
     few_images(monkeypatch, study, 60, HELD_OUT=20, EPOCHS_OF_ALL=0.05, STRENGTHS={"sgd": (1e-4, 10.0)})
