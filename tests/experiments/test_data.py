@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import interpolate
 
-from loco_ext.experiments import data
+from loco_ext.experiments import data, files
 from loco_ext.experiments.data import DataError
 from tests.experiments import image_files
 
@@ -98,8 +98,8 @@ def test_zipped_files_are_read_alike_and_named_if_cut_short(fashion, tmp_path):
     copy = damaged(tmp_path, folder / FASHION[1], name, None)
     content = gzip.compress((folder / FASHION[1] / name).read_bytes(), 1)
     (copy / f"{name}.gz").write_bytes(content)
-    plain, zipped = data.load("fashion-mnist", folder), data.load("fashion-mnist", copy)
-    assert torch.equal(plain.test.labels, zipped.test.labels)
+    (_, plain), (_, zipped) = files.mnist(folder / FASHION[1]), files.mnist(copy)
+    assert torch.equal(plain.labels, zipped.labels)
     (copy / f"{name}.gz").write_bytes(content[:-40])
     with pytest.raises(DataError, match=rf"{name}.gz.*cut short or corrupted"):
         data.load("fashion-mnist", copy)

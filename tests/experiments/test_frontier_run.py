@@ -20,7 +20,7 @@ from tests.covering import slow
 from tests.experiments.runs import digits, quick
 
 BASE = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--seed", "3", "--batch-size", "50"]
-OF_POINTS = ["--width", "0.25", "--epochs", "2"]
+OF_POINTS = ["--width", "0.25", "--epochs", "1"]
 FIRST = ["--dense-epochs", "3", "--dense-lr", "0.05"]
 TINY = [*BASE, *OF_POINTS, *FIRST]
 
@@ -31,7 +31,7 @@ def convolutions(model):
 
 def test_the_base_architectures_have_the_macs_of_table_2():
     """The channels are compared with the table's by the reproduction."""
-    for name, blocks in (("plain20", 3), ("resnet20", 3), ("plain8", 1), ("resnet8", 1)):
+    for name, blocks in (("plain20", 3), ("resnet8", 1)):
         by_hand, channels = 0, 3
         for width in [16] * (2 * blocks + 1) + [32] * 2 * blocks + [64] * 2 * blocks:
             by_hand += (32 * 16 // width) ** 2 * width * channels * 9

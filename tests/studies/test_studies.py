@@ -115,7 +115,7 @@ def test_errors_are_compared_in_pairs():
 
 def test_locality_by_size_tunes_uniform_decay_then_compares_by_seed_and_goes_on(tmp_path, monkeypatch):
     study = locality_sizes_cifar10
-    few_images(monkeypatch, study, 60, HELD_OUT=20, EPOCHS_OF_ALL=0.05, STRENGTHS={"sgd": (1e-4, 10.0)})
+    few_images(monkeypatch, study, 60, 32, HELD_OUT=20, EPOCHS_OF_ALL=0.05, STRENGTHS={"sgd": (1e-4, 10.0)})
     out = tmp_path / "locality_sizes_cifar10-x.json"
     options = {"images": "30,60", "kernels": "5", "optimizers": "sgd", "out": out}
     study.main(tmp_path, **options, seeds=1, first=0)
