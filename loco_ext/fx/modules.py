@@ -1,5 +1,6 @@
 """Submodules of a model by their dotted names, and what several modules of this package ask of one."""
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
         return unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)
+
+
+def owners(model: nn.Module) -> Counter[int]:
+    """Return how many modules own each parameter, by the parameter's id."""
+    return Counter(id(p) for module in {*model.modules()} for p in module.parameters(recurse=False))
 
 
 def unused(owner: nn.Module, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_number
+from loco_ext.argument_checks import check_choice, check_count, check_number
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.errors import first_line
 from loco_ext.folders import owned
@@ -195,8 +195,9 @@ def frontier(
     _check(strengths, points, span, loss, path, taus)
     check_plain(model)
     store = _Store(folder)
+    settings = type(penalty).__name__, *astuple(replace(penalty, strength=1.0))
     definition: dict[str, Any] = {
-        "penalty": [type(penalty).__name__, *astuple(replace(penalty, strength=1.0))],
+        "penalty": list(settings),
         "strengths": None if strengths is None else sorted(map(float, strengths)),
         **{"points": points, "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
         **({"folded": True} if folded else {}),
@@ -208,18 +209,10 @@ def frontier(
             trials = _search(model, fit, penalty, loss, store)
             largest = min(strength for strength, empty in trials if empty)
             strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
-        found = _Measure(evaluate, None, example_inputs, folded, latency, store)(
-            model, replace(penalty, strength=0.0), 0.0, "model"
-        )
-        measure = _Measure(evaluate, refit, example_inputs, folded, latency, store)
-        result = Frontier(
-            (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
-            path,
-            found.macs,
-            found.latency_before,
-            found.metrics,
-            trials,
-        )
+        measure = _Measure(evaluate, None, example_inputs, folded, latency, store)
+        found = measure(model, replace(penalty, strength=0.0), 0.0, "model")
+        measure.refit = refit
+        result = Frontier(settings, path, found.macs, found.latency_before, found.metrics, trials)
         current = model
         for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
             chosen = replace(penalty, strength=strength)
@@ -239,8 +232,7 @@ def _check(
     path: str,
     taus: Sequence[float],
 ) -> None:
-    if path not in PATHS:
-        raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
+    check_choice("path", path, PATHS)
     for name, values in (("strengths", strengths), ("taus", taus)):
         if values is None:
             continue
@@ -254,8 +246,7 @@ def _check(
         return
     if loss is None:
         raise TypeError("loss: expected a function where no strengths are given, got None")
-    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
-        raise ValueError(f"points: expected an integer of at least 1, got {points!r}")
+    check_count("points", points, 1)
     if not 0 < check_number("span", span) <= 1:
         raise ValueError(f"span: expected more than 0 and at most 1, got {span}")
 

@@ -73,9 +73,8 @@ def test_a_loaded_network_is_the_same_to_the_last_bit(name, tmp_path):
         assert torch.equal(loaded(x), model(x))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_loaded_network_trains_as_the_saved_one(name, tmp_path):
-    model = network(name)
+def test_a_loaded_network_trains_as_the_saved_one(tmp_path):
+    model = network("plain")
     loaded = copy.deepcopy(round_trip(model, tmp_path))
     x = images(4)
     for m in (model, loaded):
@@ -90,11 +89,8 @@ def test_a_loaded_network_trains_as_the_saved_one(name, tmp_path):
     assert_same_model(round_trip(loaded, tmp_path), model)
 
 
-@pytest.mark.parametrize(
-    "name", ["residual", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "cropping"))]
-)
-def test_a_loaded_network_compiles(name, tmp_path):
-    loaded = round_trip(network(name), tmp_path)
+def test_a_loaded_network_compiles(tmp_path):
+    loaded = round_trip(network("residual"), tmp_path)
     x = images()
     assert torch.equal(torch.compile(loaded, backend="eager", fullgraph=True)(x), loaded(x))
     torch.testing.assert_close(torch.compile(loaded, backend="aot_eager", fullgraph=True)(x), loaded(x))
@@ -102,22 +98,17 @@ def test_a_loaded_network_compiles(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_clean_process_loads_the_same_network(tmp_path):
-    model = network("residual")
+    model, x = network("residual"), images()
     sparsity.save(model, tmp_path)
-    x = images()
     save_file({"x": x, "y": model(x).detach()}, tmp_path / "io.safetensors")
     program = (
-        "import sys, torch; from safetensors.torch import load_file; from loco_ext import sparsity; "
-        "torch.set_num_threads(int(sys.argv[2])); io = load_file(sys.argv[1] + '/io.safetensors'); "
-        "print(torch.equal(sparsity.load(sys.argv[1])(io['x']), io['y']))"
+        "import torch; from safetensors.torch import load_file; from loco_ext import sparsity; "
+        f"torch.set_num_threads({torch.get_num_threads()}); io = load_file('io.safetensors'); "
+        "print(torch.equal(sparsity.load('.')(io['x']), io['y']))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), str(torch.get_num_threads())],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -125,14 +116,7 @@ def test_a_clean_process_loads_the_same_network(tmp_path):
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_of_any_dtype_keep_their_bits(dtype, tmp_path):
-    values = torch.randint(0, 2 if dtype == torch.bool else 256, (3, 16), dtype=torch.uint8).view(dtype)
-    model = graph_module({"values": values}, lambda graph, x: (x, graph.get_attr("values")))
-    assert_same_model(round_trip(model, tmp_path), model)
-
-
-def test_unusual_numbers_shapes_and_layouts(tmp_path):
+def test_unusual_numbers_dtypes_shapes_and_layouts_keep_their_bits(tmp_path):
     bits = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000, 0x7F800000, 1], dtype=torch.int32)
     grid = torch.randn(4, 6)
     tensors = {
@@ -147,8 +131,10 @@ def test_unusual_numbers_shapes_and_layouts(tmp_path):
         "columns": grid.T,
         "expanded": torch.randn(3, 1).expand(3, 4),
     }
-    model = graph_module(tensors, lambda graph, x: [x, *map(graph.get_attr, tensors)])
-    loaded = round_trip(model, tmp_path)
+    for dtype in DTYPES:
+        values = torch.randint(0, 2 if dtype == torch.bool else 256, (3, 16), dtype=torch.uint8)
+        tensors[str(dtype).replace(".", "_")] = values.view(dtype)
+    loaded = round_trip(graph_module(tensors, lambda graph, x: [x, *map(graph.get_attr, tensors)]), tmp_path)
     for name, expected in tensors.items():
         if name in ("columns", "expanded"):
             assert raw(getattr(loaded, name)) == raw(expected)
@@ -205,15 +191,6 @@ def test_values_of_every_kind_are_kept():
     assert (immutable[0], decode(immutable[1], {})) == ([1], {})
 
 
-def test_a_layer_may_have_been_given_another_padding(tmp_path):
-    model = graph_module({"it": nn.Conv2d(3, 3, 3)}, lambda graph, x: graph.call_module("it", (x,)))
-    model.it.padding = (2, 0)
-    loaded = round_trip(model, tmp_path)
-    assert_same_model(loaded, model)
-    x = images()
-    assert torch.equal(loaded(x), model(x))
-
-
 NEEDED = {
     **dict.fromkeys(("in_channels", "out_channels", "num_features", "num_channels", "embedding_dim", "value"), 4),
     **dict.fromkeys(("kernel_size", "num_embeddings", "in_features", "in1_features", "normalized_shape", "size"), 3),
@@ -221,13 +198,8 @@ NEEDED = {
     **dict.fromkeys(("padding", "dim", "threshold", "upscale_factor", "downscale_factor"), 1),
     "unflattened_size": (2, 2),
 }
-OTHERS = {
-    bool: [True, False],
-    int: [2],
-    float: [0.3, 7.0],
-    type(None): [2, True],
-    str: ["same", "reflect", "tanh", "bilinear"],
-}
+OTHERS = {bool: [True, False], int: [2], float: [0.3, 7.0], type(None): [2, True]}
+OTHERS[str] = ["same", "reflect", "tanh", "bilinear"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -244,6 +216,8 @@ def test_every_layer_is_made_again_with_every_argument(tmp_path):
                 with contextlib.suppress(ValueError, TypeError, AssertionError, RuntimeError):
                     layers[f"{name}_{parameter.name}{i}"] = layer(**needed, **{parameter.name: value})
     assert len(layers) > 3 * len(LAYERS)
+    layers["changed"] = nn.Conv2d(3, 3, 3)
+    layers["changed"].padding = (2, 0)
     model = graph_module(layers, lambda graph, x: [graph.call_module(name, (x,)) for name in layers])
     assert_same_model(round_trip(model, tmp_path), model)
 
@@ -259,16 +233,12 @@ def test_every_function_is_found_again(tmp_path):
     assert loaded.code == model.code
 
 
-def test_load_names_a_wrong_device(tmp_path):
-    sparsity.save(network("plain"), tmp_path)
-    assert all(tensor.device.type == "cpu" for tensor in sparsity.load(tmp_path, torch.device("cpu")).parameters())
-    with pytest.raises(ValueError, match="device: expected one that torch can use here, got 'nowhere'"):
-        sparsity.load(tmp_path, "nowhere")
-
-
-def test_files_of_two_saves_do_not_load_together(tmp_path):
+def test_load_names_a_wrong_device_and_files_of_two_saves(tmp_path):
     for name in "ab":
         sparsity.save(network("plain"), tmp_path / name)
+    assert all(p.device.type == "cpu" for p in sparsity.load(tmp_path / "b", torch.device("cpu")).parameters())
+    with pytest.raises(ValueError, match="device: expected one that torch can use here, got 'nowhere'"):
+        sparsity.load(tmp_path / "b", "nowhere")
     (tmp_path / "a" / "model.safetensors").replace(tmp_path / "b" / "model.safetensors")
     with pytest.raises(sparsity.ModelFileError, match=r"b/manifest.json: does not belong to the model.safetensors"):
         sparsity.load(tmp_path / "b")
@@ -295,7 +265,7 @@ def save_and_die(source, folder, count):
 def test_a_save_that_is_killed_leaves_one_network_or_none_that_loads(tmp_path):
     old, new = network("plain"), network("residual")
     sparsity.save(new, tmp_path / "new")
-    for count in range(6):
+    for count in range(2, 6):
         folder = tmp_path / str(count)
         sparsity.save(old, folder)
         process = SERVER.Process(target=save_and_die, args=(tmp_path / "new", folder, count))

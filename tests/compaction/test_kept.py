@@ -9,22 +9,7 @@ from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet
-from tests.compaction.cases import Network, compacted, same, sizes_of, strike
-
-
-def test_operations_in_place_are_seen_through() -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        x = net.first(x)
-        shortcut = x
-        y = net.second(net.relu(x))
-        y += shortcut
-        return functional.relu(y, inplace=True).mul_(2.0) + shortcut
-
-    layers = {"first": nn.Conv2d(2, 4, 3, padding=1), "second": nn.Conv2d(4, 4, 3, padding=1)}
-    model = strike(Network(function, relu=nn.ReLU(inplace=True), **layers), 3).double().eval()
-    x = torch.randn(2, 2, 6, 6).double()
-    network, _ = compacted(model, x)
-    same(network, model, x)
+from tests.compaction.cases import Network, compacted, sizes_of, strike
 
 
 def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
@@ -33,13 +18,9 @@ def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
         y = functional.relu(x + net.dead(x), inplace=True)
         return torch.cat([x, y], 1)
 
-    layers = {"first": nn.Conv2d(2, 4, 3), "dead": nn.Conv2d(4, 4, 1, bias=False)}
-    model = Network(function, **layers).double().eval()
-    with torch.no_grad():
-        model.dead.weight.zero_()
-    x = torch.randn(2, 2, 6, 6).double()
-    network, report = compacted(model, x)
-    same(network, model, x)
+    model = Network(function, first=nn.Conv2d(2, 4, 3), dead=nn.Conv2d(4, 4, 1, bias=False)).double().eval()
+    nn.init.zeros_(model.dead.weight)
+    network, report = compacted(model, torch.randn(2, 2, 6, 6).double())
     assert not report.notes
     assert sizes_of(network) == [(4, 2, 3, 3)]
 
@@ -63,8 +44,7 @@ def test_models_without_a_graph_keep_their_channels_and_are_cropped(function: Ca
     with torch.no_grad():
         model.convolution.weight[:, :, 0] = 0
     x = torch.randn(2, 2, 8, 8).double()
-    network, report = compacted(model, x)
-    same(network, model, x, -x)
+    network, report = compacted(model, x, -x)
     assert "all channels are kept" in report.notes["model"]
     assert type(network) is Network
     assert report.macs_executed < report.macs_before
@@ -80,14 +60,11 @@ def test_what_is_not_understood_is_kept_and_named() -> None:
     model = strike(Network(function, **layers), 2).double().eval()
     model.hooked.register_forward_hook(lambda module, x, y: y * 2)
     model.watched.register_full_backward_pre_hook(lambda module, gradient: None)
-    x = torch.randn(2, 4, 8, 8).double()
-    network, report = compacted(model, x)
-    same(network, model, x)
+    _, report = compacted(model, torch.randn(2, 4, 8, 8).double())
     assert "called more than once" in report.notes["twice"]
     assert "hooks" in report.notes["hooked"]
     assert "hooks" in report.notes["watched"]
-    assert "softmax" in report.notes
-    assert "fft_fft2" in report.notes
+    assert {"softmax", "fft_fft2"} <= report.notes.keys()
 
 
 def test_classes_that_meet_twice_in_one_union_become_one() -> None:
@@ -99,6 +76,6 @@ def test_classes_that_meet_twice_in_one_union_become_one() -> None:
 
 def test_notes_of_one_reason_are_one_line() -> None:
     notes = dict.fromkeys((f"softmax_{i}" for i in range(6)), "all channels are kept: unknown")
-    text = str(sparsity.Report(notes={**notes, "cat": "all channels are kept: hooks", "model": "as it is"}))
+    text = str(sparsity.Report(notes={**notes, "cat": "all channels are kept: hooks"}))
     assert "6 operations (softmax_0, softmax_1, softmax_2, softmax_3, ...): all channels are kept: unknown\n" in text
-    assert "cat: all channels are kept: hooks\nmodel: as it is\n" in text
+    assert "cat: all channels are kept: hooks\n" in text

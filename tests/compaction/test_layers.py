@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext import sparsity
-from tests.compaction.cases import Gate, Network, Residual, compacted, same, sizes_of, strike
+from tests.compaction.cases import Gate, Network, Residual, compacted, sizes_of, strike
 from tests.covering import covering
 
 
@@ -56,15 +56,13 @@ def network() -> nn.Module:
 
 def test_subclasses_of_layers_shrink_as_layers_do(tmp_path: Path) -> None:
     model, x = network(), torch.randn(2, 3, 9, 8).double()
-    smaller, report = compacted(model, x)
-    same(smaller, model, x, torch.randn(1, 3, 7, 11).double())
+    smaller, report = compacted(model, x, torch.randn(1, 3, 7, 11).double())
     assert not report.notes
     assert report.macs_executed < 0.6 * report.macs_before
     assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
     sparsity.save(smaller, tmp_path)  # the checks and the dropping of samples in training are gone
     assert torch.equal(sparsity.load(tmp_path)(x), smaller(x))
     kept, _ = compacted(model, x, fold_norms=False)
-    same(kept, model, x)
     assert sum(type(module) is nn.BatchNorm2d for module in kept.modules()) == 2
 
 
@@ -84,9 +82,7 @@ def test_average_pools_called_as_functions_let_channels_go() -> None:
     model = Network(function, first=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 2, 3)).double().eval()
     model.first.weight.data[::2] = 0
     model.first.bias.data[::2] = 0
-    x = torch.randn(2, 3, 12, 11).double()
-    smaller, _ = compacted(model, x)
-    same(smaller, model, x)
+    smaller, _ = compacted(model, torch.randn(2, 3, 12, 11).double())
     assert sizes_of(smaller)[0][0] == 4
 
 
@@ -107,10 +103,8 @@ def test_groups_shrink(dead: str, padding: int, norm: type[nn.Module]) -> None:
     model[6].bias.data[second] = 0  # the ReLU makes these channels zero
     x = torch.randn(2, 3, 9, 8).double()
     for folded in (True, False):
-        smaller, report = compacted(model.eval(), x, fold_norms=folded)
-        same(smaller, model, x, torch.randn(1, 3, 7, 11).double())
+        _, report = compacted(model.eval(), x, torch.randn(1, 3, 7, 11).double(), fold_norms=folded)
     if dead != "any":
         grouped = next(layer for layer in report.layers if layer.name == "5")
         assert grouped.macs_executed <= 0.8 * grouped.macs_before
-    fixed, _ = compacted(model, x, fixed_size=True)
-    same(fixed, model, x)
+    compacted(model, x, fixed_size=True)

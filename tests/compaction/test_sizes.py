@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +14,22 @@ from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.fx.sizes import Inference
-from loco_ext.fx.trace import UntraceableError
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
 from loco_ext.sparsity.compaction.graph import annotated_graph, record
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
-from tests.compaction.cases import Network, Two, compacted, strike
+from tests.compaction.cases import Network, Two, compacted, same, strike
+from tests.covering import slow
 
 Operation = Callable[[nn.Module, Tensor], Tensor]
+
+
+def takes(model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Return whether the model takes inputs that may be too small for a kernel, or of a size that a layer binds."""
+    try:
+        model(*(x.clone() for x in inputs))
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    return True
 
 
 def check(
@@ -27,20 +37,9 @@ def check(
 ) -> Any:
     """Assert equal outputs on the example and the others, ``at_least`` of which the model takes; return the report."""
     model = model.double().eval()
-    taken = 0
-    for options in ({}, {"fold_norms": False}):
-        network, report = compacted(model, example, **options)
-        for inputs in (example, *others):
-            try:
-                expected = model(*[x.clone() for x in inputs])
-            except (RuntimeError, IndexError, ValueError):  # too small for a kernel, or a layer that binds the size
-                continue
-            taken += inputs is not example
-            result = network(*[x.clone() for x in inputs])
-            scale = expected.detach().nan_to_num().abs().max().item() if expected.numel() else 0.0
-            torch.testing.assert_close(result, expected, rtol=0, atol=1e-10 * scale, equal_nan=True)
-    assert taken >= at_least
-    return report
+    taken = [inputs for inputs in others if takes(model, inputs)]
+    assert len(taken) >= at_least
+    return compacted(model, example, *taken)[1]
 
 
 def images(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
@@ -179,24 +178,14 @@ def check_random(seed: int) -> None:
     strike(model, seed, inputs=choose.choice([0.0, 0.2]))
     if choose.random() < 0.3:  # no kernel is zero, so nothing is removed
         model.apply(lambda module: nn.init.normal_(module.weight) if hasattr(module, "kernel_size") else None)
-    example = torch.randn(shape, dtype=torch.double)
-    try:
-        model.double().eval()(example)
-    except (RuntimeError, IndexError):  # too few tokens for one of the operations
-        return
-    check(model, (example,), images(*others), at_least=0)
+    (example,) = images(shape)
+    if takes(model.double().eval(), example):  # else there are too few tokens for one of the operations
+        check(model, example, images(*others), at_least=0)
 
 
-@pytest.mark.parametrize("start", range(0, 32, 8))
-def test_random_models_at_every_size(start: int) -> None:
-    for seed in range(start, start + 8):
-        check_random(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(1000, 1200, 50))
-def test_many_random_models_at_every_size(start: int) -> None:
-    for seed in range(start, start + 50):
+@pytest.mark.parametrize("seeds", [range(32), *map(slow, (range(1000, 1060), range(1060, 1120)))], ids=str)
+def test_random_models_at_every_size(seeds: range) -> None:
+    for seed in seeds:
         check_random(seed)
 
 
@@ -215,86 +204,69 @@ def live(channels: int = 3, kernels: int = 8) -> nn.Conv2d:
 
 
 SHAPES = ((1, 3, 6, 5), (3, 3, 6, 5), (2, 3, 9, 8), (4, 3, 1, 1))
+ONE, PIXEL, SMALL = (1, 3, 6, 5), (2, 3, 1, 1), (2, 3, 2, 4)  # shapes of the example
+A_MAP, A_VECTOR = nn.Parameter(torch.randn(1, 8, 6, 5)), nn.Parameter(torch.randn(1, 8, 1, 1))
 BROADCASTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], dict[str, nn.Module | Tensor]]] = {
-    "a dead branch and a map of parameters": (
-        lambda net, x: net.last(net.dead(x) + net.map),
-        (1, 3, 6, 5),
-        {"dead": dead(), "map": nn.Parameter(torch.randn(1, 8, 6, 5))},
-    ),
-    "a dead branch times a map": (
-        lambda net, x: net.last(net.map * net.dead(x)),
-        (1, 3, 6, 5),
-        {"dead": dead(), "map": torch.randn(1, 8, 6, 5)},
-    ),
-    "a map of one pixel": (
-        lambda net, x: net.last(functional.relu(net.first(x)) + net.map),
-        (2, 3, 1, 1),
-        {"first": live(), "map": nn.Parameter(torch.randn(1, 8, 6, 5))},
-    ),
+    "a dead branch and a map of parameters": (lambda net, x: net.last(net.dead(x) + net.map), ONE, {"map": A_MAP}),
+    "a dead branch times a map": (lambda net, x: net.last(net.map * net.dead(x)), ONE, {"map": A_MAP.detach()}),
+    "a map of one pixel": (lambda net, x: net.last(functional.relu(net.first(x)) + net.map), PIXEL, {"map": A_MAP}),
     "a dead branch and a gate of one pixel": (
         lambda net, x: net.last(net.dead(x) * torch.sigmoid(net.first(functional.adaptive_avg_pool2d(x, 1)))),
-        (2, 3, 1, 1),
-        {"dead": dead(), "first": live()},
+        PIXEL,
+        {},
     ),
     "a live branch, added up with a gate": (
         lambda net, x: net.last(
             functional.relu(net.first(x)) + functional.relu(net.gate(x.mean((2, 3), keepdim=True)))
         ),
-        (2, 3, 1, 1),
-        {"first": live(), "gate": live()},
+        PIXEL,
+        {},
     ),
     "a gate that is a view": (
         lambda net, x: net.last(net.first(x) * net.linear(x.mean((2, 3))).view(x.size(0), 8, 1, 1)),
-        (2, 3, 1, 1),
-        {"first": live(), "linear": nn.Linear(3, 8)},
+        PIXEL,
+        {"linear": nn.Linear(3, 8)},
     ),
     "a dead branch and what all samples have": (
         lambda net, x: net.last(net.dead(x) + net.first(x).mean(0, keepdim=True)),
-        (1, 3, 6, 5),
-        {"dead": dead(), "first": live()},
+        ONE,
+        {},
     ),
-    "one sample's gate": (
-        lambda net, x: net.last(net.first(x) * net.gate(x[:1])),
-        (1, 3, 6, 5),
-        {"first": live(), "gate": live()},
-    ),
+    "one sample's gate": (lambda net, x: net.last(net.first(x) * net.gate(x[:1])), ONE, {}),
     "parameters of channels": (
         lambda net, x: net.last(functional.relu(net.first(x) * net.scale + net.shift) + net.dead(x) * net.shift[0]),
-        (1, 3, 6, 5),
-        {
-            "first": live(),
-            "dead": dead(),
-            "scale": torch.randn(8, 1, 1),
-            "shift": nn.Parameter(torch.randn(1, 8, 1, 1)),
-        },
+        ONE,
+        {"scale": torch.randn(8, 1, 1), "shift": A_VECTOR},
     ),
     "parameters of pixels": (
         lambda net, x: net.last((net.first(x) + net.pixels + net.dead(x)) * net.one + 2 - net.number),
-        (1, 3, 6, 5),
-        {
-            **{"first": live(), "dead": dead(), "pixels": torch.randn(1, 1, 6, 5), "one": torch.ones(1, 1, 1, 1)},
-            "number": torch.tensor(3.0),
-        },
+        ONE,
+        {"pixels": torch.randn(1, 1, 6, 5), "one": torch.ones(1, 1, 1, 1), "number": torch.tensor(3.0)},
     ),
     "as many features as pixels": (
         lambda net, x: net.dead(x).flatten(2) + net.first(x).flatten(2).mean(2, keepdim=True),
-        (2, 3, 2, 4),
-        {"dead": dead(), "first": live()},
+        SMALL,
+        {},
     ),
     "written in place": (
         lambda net, x: net.last(net.first(x).mul_(net.map).add_(net.dead(x).mean((2, 3), keepdim=True))),
-        (1, 3, 6, 5),
-        {"dead": dead(), "first": live(), "map": torch.randn(1, 8, 6, 5)},
+        ONE,
+        {"map": A_MAP.detach()},
     ),
 }
 
 
+def broadcasting(name: str) -> tuple[Network, tuple[int, ...]]:
+    """Return a network, and the shape of the example."""
+    function, example, own = BROADCASTS[name]
+    layers = {"dead": dead(), "first": live(), "gate": live(), "last": live(8, 4)}
+    return Network(function, **layers, **copy.deepcopy(own)), example
+
+
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_operands_that_broadcast_on_other_inputs(name: str) -> None:
-    torch.manual_seed(0)
-    function, example, layers = BROADCASTS[name]
-    model = strike(Network(function, last=nn.Conv2d(8, 4, 3, padding=1), **layers), 1, sizes=0.3)
-    check(model, *(images(example)), images(*SHAPES, (2, 3, 6, 5), (1, 3, 2, 4), (3, 3, 4, 4)))
+    model, example = broadcasting(name)
+    check(strike(model, 1, sizes=0.3), *(images(example)), images(*SHAPES, (2, 3, 6, 5), (1, 3, 2, 4), (3, 3, 4, 4)))
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -302,12 +274,11 @@ def test_inputs_of_which_one_may_have_a_single_sample(which: int) -> None:
     def function(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return net.last(functional.relu(net.dead(x) + net.first(y)) + net.gate(x) * net.dead(y))
 
-    torch.manual_seed(0)
     layers = {"dead": dead(), "first": live(), "gate": live(), "last": live(8, 4)}
     one, five = torch.randn(1, 3, 6, 5).double(), torch.randn(5, 3, 6, 5).double()
     others = [(five, one), (one, five), (five, five), (five[:, :, :1, :1], one), (one, five[:, :, :1, :1])]
-    check(strike(Two(function, **layers), 1), (one, one), others, at_least=5 * 2)
-    check(strike(Two(function, **layers), 2), ((five, one), (one, five))[which], others, at_least=5 * 2)
+    check(strike(Two(function, **layers), 1), (one, one), others, at_least=5)
+    check(strike(Two(function, **layers), 2), ((five, one), (one, five))[which], others, at_least=5)
 
 
 # Images and sequences below have no batch: axis 0 is their channels, axis 1 their rows.
@@ -325,38 +296,32 @@ UNBATCHED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", UNBATCHED)
 def test_images_without_a_batch(name: str) -> None:
-    torch.manual_seed(0)
     layers = {"first": live(), "dead": dead(), "last": live(8, 4), "pool": nn.MaxPool2d(2), "relu": nn.ReLU()}
     model = strike(Network(UNBATCHED[name], **layers), 1)
-    report = check(model, *images((3, 8, 8)), images((3, 9, 12), (3, 13, 6), (2, 3, 9, 12)), at_least=4)
+    report = check(model, *images((3, 8, 8)), images((3, 9, 12), (3, 13, 6), (2, 3, 9, 12)), at_least=2)
     assert "no batch" in report.notes["first"]
 
 
 # The tests below check what is demanded of sizes, and which sizes are tried.
 
 
-@pytest.mark.parametrize("start", [0, 12])
-def test_sizes_that_are_said_to_be_numbers_or_the_same_are_so_for_every_input(start: int) -> None:
-    for seed in range(start, start + 12):
+def test_sizes_that_are_said_to_be_numbers_or_the_same_are_so_for_every_input() -> None:
+    for seed in range(16):
         torch.manual_seed(seed)
         model, (shape, *others) = random_model(seed)
-        try:
-            traced = annotated_graph(model.double().eval(), [torch.randn(shape, dtype=torch.double)])
-        except UntraceableError:  # too few tokens for one of the operations
+        if not takes(model.double().eval(), *images(shape)):
             continue
+        traced = annotated_graph(model, *images(shape))
         sizes = Inference(traced)
-        for other in others:
-            try:
-                record(traced, [torch.randn(other, dtype=torch.double)])
-            except (RuntimeError, IndexError):
-                continue
-            found: dict[Any, int] = {}
-            for node in traced.graph.nodes:
-                for size, length in (
-                    zip(sizes.of(node), node.meta["shape"], strict=True) if "shape" in node.meta else ()
-                ):
-                    assert size.number in (None, length), node
-                    assert found.setdefault(size, length) == length, node
+        for other in images(*others):
+            if takes(model, other):
+                record(traced, other)
+                found: dict[Any, int] = {}
+                for node in traced.graph.nodes:
+                    lengths = node.meta.get("shape", ())
+                    for size, length in zip(sizes.of(node) if lengths else (), lengths, strict=True):
+                        assert size.number in (None, length), node
+                        assert found.setdefault(size, length) == length, node
 
 
 def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> None:
@@ -365,7 +330,7 @@ def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> N
         return net.linear(functional.relu(both))
 
     model = strike(Network(function, first=live(), dead=dead(), linear=nn.Linear(16 * 12, 5)), 1)
-    report = check(model, *images((2, 3, 3, 4)), images((5, 3, 3, 4), (1, 3, 4, 3), (2, 3, 6, 2)), at_least=6)
+    report = check(model, *images((2, 3, 3, 4)), images((5, 3, 3, 4), (1, 3, 4, 3), (2, 3, 6, 2)), at_least=3)
     assert not report.notes
     assert report.layers[2].channels_after < 16 * 12
 
@@ -376,13 +341,11 @@ def test_a_network_that_is_wrong_on_inputs_of_other_sizes_alone_is_not_returned(
 ) -> None:
     """A wrong rule of sizes is simulated by trusting the sizes of the example."""
     monkeypatch.setattr(Inference, "same", lambda self, one, other: one.meta["shape"] == other.meta["shape"])
-    torch.manual_seed(0)
-    function, example, layers = BROADCASTS["a dead branch and a map of parameters"]
-    model = strike(Network(function, last=nn.Conv2d(8, 4, 3, padding=1), **layers), 1).double().eval()
+    model, example = broadcasting("a dead branch and a map of parameters")
+    model = strike(model, 1).double().eval()
     network, report = sparsity.compact(model, *images(example), cost=measure)
     assert "on inputs of other sizes" in report.notes["model"]
-    x = torch.randn(3, 3, 6, 5).double()
-    torch.testing.assert_close(network(x), model(x))
+    same(network, model, *images((3, 3, 6, 5)))
 
 
 def rounded_to(size: float) -> Network:
@@ -417,19 +380,14 @@ def test_two_batch_sizes_and_sizes_are_tried_that_the_model_takes() -> None:
     convolve = nn.Conv2d(3, 2, 3, stride=2)
     assert shapes_tried(lambda net, x: convolve(x), (2, 3, 8, 9)) == [(1, 3, 13, 14), (3, 3, 6, 6)]
     assert shapes_tried(lambda net, x: convolve(x), (2, 3, 8, 9), batch_alone=True) == [(1, 3, 8, 9), (3, 3, 8, 9)]
-    assert shapes_tried(lambda net, x: convolve(x).flatten(1) @ torch.ones(24, 2), (2, 3, 8, 9)) == [
-        (1, 3, 8, 10),
-        (3, 3, 8, 9),
-    ]
+    bound = shapes_tried(lambda net, x: convolve(x).flatten(1) @ torch.ones(24, 2), (2, 3, 8, 9))
+    assert bound == [(1, 3, 8, 10), (3, 3, 8, 9)]
     assert shapes_tried(lambda net, x: x @ x.transpose(-1, -2) + x, (1, 6, 6)) == [(3, 12, 12), (2, 6, 6)]
     assert shapes_tried(lambda net, x: x.view(2, 18), (2, 3, 6)) == []
-
-
-def test_arguments_of_one_batch_change_together_and_each_alone() -> None:
-    tried = shapes_tried(lambda net, x, y: x * y, (1, 4), (1, 1))
-    assert [(3, 4), (1, 1)] in tried
-    assert [(1, 4), (3, 1)] in tried
-    assert any(one[0] == other[0] > 1 for one, other in tried)
+    of_two = shapes_tried(lambda net, x, y: x * y, (1, 4), (1, 1))
+    assert [(3, 4), (1, 1)] in of_two
+    assert [(1, 4), (3, 1)] in of_two
+    assert any(one[0] == other[0] > 1 for one, other in of_two)
 
 
 def test_a_traced_model_prints_no_error_of_a_size_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,19 +402,3 @@ def test_new_arguments_are_like_those_of_the_example() -> None:
     pairs_of_other_sizes(Two(lambda net, x, y: seen.extend([x, y])), example)
     assert all(set(x.flatten().tolist()) <= {5, 7, 9} and x.dtype == torch.int64 for x in seen[::2])
     assert all(y.is_contiguous(memory_format=torch.channels_last) and len(y.unique()) > 1 for y in seen[1::2])
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5])
-def test_networks_of_tokens_and_time_are_saved_and_loaded(seed: int, tmp_path: Any) -> None:
-    torch.manual_seed(seed)
-    model, (shape, *others) = random_model(seed)
-    network, report = sparsity.compact(strike(model, seed).eval(), torch.randn(shape), cost="macs")
-    sparsity.save(network, tmp_path, report)
-    loaded = sparsity.load(tmp_path)
-    for other in [shape, *others]:
-        x = torch.randn(other)
-        try:
-            expected = network(x)
-        except (RuntimeError, IndexError):
-            continue
-        assert torch.equal(loaded(x), expected) or expected.isnan().any()

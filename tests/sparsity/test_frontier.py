@@ -30,8 +30,11 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (1, 2, 5, 3), (3, 1, 1, 1), (2, 2, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("penalty", "shape"),
+    covering(PENALTIES, [(4, 3, 3, 3), (1, 2, 5, 3), (3, 1, 1, 1), (2, 2, 7)], strength=1),
+    ids=str,
+)
 def test_the_dual_norm_is_the_largest_ratio_of_product_and_penalty(penalty, shape):
     """No x has a larger ratio ``<gradient, x> / penalty(x)``, and the prox finds an x that comes close to it."""
     gradient = torch.randn(shape, dtype=torch.float64)
@@ -140,25 +143,25 @@ def test_strengths_run_from_the_largest_down_on_a_logarithmic_scale():
 
 
 def test_the_search_doubles_where_the_gradient_asks_for_too_little():
-    task = Regression()
+    task = Regression(steps=30)
     wanted = sparsity.max_strength(task.model, task.loss, RingPenalty(1.0))["0"]
-    path = task.frontier(RingPenalty(1.0), loss=lambda model: task.loss(model) / 100, points=1)
+    path = task.frontier(RingPenalty(1.0), loss=lambda model: task.loss(model) / 20, points=1)
     tried = [strength / wanted for strength, _ in path.trials]
-    assert tried == pytest.approx([0.01 * 2**i for i in range(len(tried))])
+    assert tried == pytest.approx([0.05 * 2**i for i in range(len(tried))])
     assert [empty for _, empty in path.trials] == [False] * (len(tried) - 1) + [True]
 
 
 def test_all_warm_starts_of_a_convex_problem_lead_to_one_path():
     task = Regression()
     alpha_max = sparsity.max_strength(task.model, task.loss, RingPenalty(1.0))["0"]
-    strengths = [alpha_max * factor for factor in (1.1, 0.6, 0.3, 0.1)]
+    strengths = [alpha_max * factor for factor in (1.1, 0.5, 0.1)]
     paths = {path: task.frontier(RingPenalty(1.0), strengths=strengths, path=path) for path in ("dense", "up", "down")}
     points = {name: sorted(path.points, key=lambda point: point.strength) for name, path in paths.items()}
     for name in ("up", "down"):
         for expected, found in zip(points["dense"], points[name], strict=True):
             assert found.kernels == expected.kernels
             assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-3)
-    assert [live(point) for point in points["down"]] != [0] * 4
+    assert [live(point) for point in points["down"]] != [0] * 3
     assert [point.strength for point in paths["down"].points] == sorted(strengths, reverse=True)
     assert [point.strength for point in paths["up"].points] == sorted(strengths)
 
@@ -170,18 +173,17 @@ def test_two_convolutions_that_are_zero_stay_so_on_the_way_down():
 
     def fit(model, penalty):
         optimizer = optim.SGD(optim.parameter_groups(model, 0.0, penalty=penalty), lr=0.1)
-        for _ in range(40):
+        for _ in range(20):
             optimizer.zero_grad()
             (model(x) - x).square().mean().backward()
             optimizer.step()
 
-    def path(direction):
-        options = {"example_inputs": x, "strengths": [10.0, 1e-3, 1e-4], "path": direction}
-        return sparsity.frontier(model, fit, lambda model: {}, RingPenalty(1.0), **options).points
-
-    assert [live(point) for point in path("down")] == [0, 0, 0]
-    for direction in ("dense", "up"):
-        assert sorted(live(point) for point in path(direction))[1] > 0
+    options = {"example_inputs": x, "strengths": [10.0, 1e-4]}
+    for direction, alive in (("down", False), ("dense", True), ("up", True)):
+        points = sparsity.frontier(model, fit, lambda model: {}, RingPenalty(1.0), **options, path=direction).points
+        (of_large, of_small) = sorted(points, key=lambda point: -point.strength)
+        assert live(of_large) == 0
+        assert (live(of_small) > 0) == alive
 
 
 def two_layers(inner, outer):
@@ -200,29 +202,25 @@ def two_layers(inner, outer):
     return fit
 
 
-@pytest.mark.parametrize("inner", [(3, 3, 3, 3), (3, 2, 1, 0), (0, 0, 1, 0)], ids=str)
-@pytest.mark.parametrize("outer", [(3, 3), (2, 0), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [((3, 3, 3, 3), (2, 0)), ((3, 2, 1, 0), (3, 3)), ((3, 2, 1, 0), (0, 1)), ((0, 0, 1, 0), (2, 0))],
+    ids=str,
+)
 def test_macs_are_those_of_equation_10(inner, outer):
     """The count by hand is the product of output pixels, live input channels and summed squares of sizes."""
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2, padding=1, bias=False)
     )
-    path = sparsity.frontier(
-        model,
-        two_layers(inner, outer),
-        lambda model: {},
-        RingPenalty(1.0),
-        example_inputs=torch.rand(1, 2, 6, 8) + 0.1,
-        strengths=[1.0],
-    )
+    options = {"example_inputs": torch.rand(1, 2, 6, 8) + 0.1, "strengths": [1.0]}
+    path = sparsity.frontier(model, two_layers(inner, outer), lambda model: {}, RingPenalty(1.0), **options)
     alive = sum(size > 0 for size in inner)
     expected = 6 * 8 * 2 * sum(size**2 for size in inner) + 3 * 4 * alive * sum(size**2 for size in outer)
     assert path.macs == 6 * 8 * 2 * 4 * 9 + 3 * 4 * 4 * 2 * 9
     (point,) = path.points
     assert point.macs == expected
     assert point.kernels == {
-        "0": [inner.count(size) for size in range(4)],
-        "2": [outer.count(size) for size in range(4)],
+        name: [sizes.count(size) for size in range(4)] for name, sizes in (("0", inner), ("2", outer))
     }
 
 
@@ -239,16 +237,9 @@ def test_taus_threshold_a_copy_of_what_was_trained():
             model[0].weight[1, 0, 1, 1] = 0.02
 
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1))
-    path = sparsity.frontier(
-        model,
-        fit,
-        lambda model: {"sum": model[0].weight.sum().item()},
-        RingPenalty(1.0),
-        example_inputs=torch.rand(1, 1, 4, 4),
-        strengths=[1.0, 2.0],
-        path="up",
-        taus=[0.0, 0.015, 0.05],
-    )
+    options = {"example_inputs": torch.rand(1, 1, 4, 4), "path": "up", "taus": [0.0, 0.015, 0.05]}
+    evaluate = lambda model: {"sum": model[0].weight.sum().item()}  # noqa: E731
+    path = sparsity.frontier(model, fit, evaluate, RingPenalty(1.0), **options, strengths=[1.0, 2.0])
     assert [(p.strength, p.tau) for p in path.points] == list(itertools.product((1.0, 2.0), (0.0, 0.015, 0.05)))
     sums = [p.metrics["sum"] for p in path.points]
     assert sums == pytest.approx([1.03, 1.02, 1.0, 1.04, 1.04, 1.0])
@@ -299,9 +290,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("path", "calls"), covering(["dense", "up", "down"], [0, 1, 3, 5], strength=1, sweep=True), ids=str
-)
+@pytest.mark.parametrize(("path", "calls"), covering(["dense", "up", "down"], [0, 3, 5], strength=1), ids=str)
 def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, calls):
     task = Regression(steps=10)
     options = {"loss": task.loss, "points": 4, "path": path, "taus": [0.0, 0.01]}
@@ -359,10 +348,9 @@ def test_a_folder_of_another_path_or_damaged_is_named(tmp_path):
         ({"strengths": []}, ValueError, "strengths: expected at least one number"),
         ({"strengths": 0.1}, TypeError, "strengths: expected a sequence of numbers, got 0.1"),
         ({"strengths": [1.0, math.nan]}, ValueError, r"strengths\[1\]: expected a finite number"),
-        ({"strengths": ["1"]}, TypeError, r"strengths\[0\]: expected a number, got '1'"),
         ({"strengths": [1.0], "taus": [-1.0]}, ValueError, r"taus\[0\]: expected a finite number"),
-        ({"strengths": [1.0], "path": "sideways"}, ValueError, "path: expected one of dense, up, down"),
-        ({"loss": True, "points": 0}, ValueError, "points: expected an integer"),
+        ({"strengths": [1.0], "path": "sideways"}, ValueError, "path: expected one of 'dense', 'up', 'down'"),
+        ({"loss": True, "points": 0}, ValueError, "points: expected at least 1, got 0"),
         ({"loss": True, "span": 0.0}, ValueError, "span: expected more than 0"),
     ],
     ids=str,

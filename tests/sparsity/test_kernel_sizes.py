@@ -1,12 +1,10 @@
 """Effective size of a kernel whose outer rings are zero."""
 
-import itertools
-
 import pytest
 import torch
 
 from loco_ext import geometry, sparsity
-from tests.ring_prox.cases import Rings, make_case, square_rings
+from tests.ring_prox.cases import square_rings
 
 
 @pytest.mark.parametrize("rings", square_rings(7), ids=str)
@@ -47,19 +45,7 @@ def test_the_size_of_a_rectangle_is_along_its_longest_axis(kernel_size):
 
 
 def test_sizes_are_int64_for_any_dtype_and_number_of_kernels():
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+    for dtype in (torch.float64, torch.bfloat16):
         sizes = sparsity.kernel_sizes(torch.ones(2, 1, 3, dtype=dtype, requires_grad=True))
-        assert sizes.dtype == torch.int64
-        assert sizes.tolist() == [3, 3]
+        assert (sizes.dtype, sizes.tolist()) == (torch.int64, [3, 3])
     assert sparsity.kernel_sizes(torch.ones(0, 1, 3)).shape == (0,)
-
-
-def test_stronger_thresholds_leave_smaller_kernels():
-    case = make_case(Rings((7, 7), "half", "auto"), 50)
-    sizes = [
-        sparsity.kernel_sizes(sparsity.ring_prox(case.weight, case.thresholds * strength))
-        for strength in (0.0, 0.1, 1.0, 10.0, 1e9)
-    ]
-    assert sizes[0].tolist() == [7] * 50
-    assert sizes[-1].tolist() == [0] * 50
-    assert all((after <= before).all() for before, after in itertools.pairwise(sizes))

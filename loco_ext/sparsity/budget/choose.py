@@ -13,15 +13,14 @@ would lose more than its share.
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Booleans = NDArray[np.bool_]
+from loco_ext.sparsity.compaction.constants import Booleans, Floats
+from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
+
 Change = tuple[int, int, int]  # layer, filter, choice
 Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of LayerChoices.taps; the last is no taps
@@ -31,7 +30,7 @@ _RISE = 1.25  # factor between one price and the next
 _RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
 _LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
-_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 16, 20, 16, 64
+_BISECTIONS, _MOST_ROUNDS, _MOST_FAILED = 16, 20, 64
 
 
 @dataclass(frozen=True)
@@ -127,17 +126,13 @@ class SizeProblem:
         pairs = zip(self.layers, sizes, strict=True)
         return float(sum(layer.lost[np.arange(len(chosen)), chosen].sum() for layer, chosen in pairs))
 
-    def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS, last: int | None = None) -> Sizes:
-        """Return sizes that are at least as good at this price.
-
-        Layers take turns, ``last`` after all others, until none changes.
-        """
+    def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS) -> Sizes:
+        """Return sizes that are at least as good at this price; layers take turns until none changes."""
         sizes = [chosen.copy() for chosen in sizes]
-        blocks = sorted(self._blocks, key=lambda block: last in block)
         stays, taps = self.stays(sizes), self._taps(sizes)
         for _ in range(most_rounds):
             # any() gets a list, because every block has to decide even after one has changed.
-            if not any([self._decide(block, sizes, stays, taps, price) for block in blocks]):
+            if not any([self._decide(block, sizes, stays, taps, price) for block in self._blocks]):
                 break
         return sizes
 
@@ -148,26 +143,11 @@ class SizeProblem:
             up = self.improve(up, price / factor, most_rounds=1)
             down = self.improve(down, price * factor, most_rounds=1)
         found = [self.improve(start, price) for start in (up, down, self.whole())]
-        return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
+        return min(found, key=lambda sizes: self.value(sizes, price))
 
     def value(self, sizes: Sizes, price: float) -> float:
         """Return the objective that is minimised: the importance lost plus price * cost."""
         return self.lost(sizes) + price * self.cost(sizes)
-
-    def _flipped(self, sizes: Sizes, price: float) -> Sizes:
-        """Return sizes that no change of a single filter followed by :meth:`improve` betters, if filters are few."""
-        value = self.value(sizes, price)
-        again = sum(map(len, sizes)) <= _MOST_FLIPS
-        while again:
-            again = False
-            for i, layer in enumerate(self.layers):
-                for j, choice in itertools.product(range(len(layer.writes)), range(len(layer.taps))):
-                    other = [chosen.copy() for chosen in sizes]
-                    other[i][j] = choice
-                    other = self.improve(other, price, last=i)
-                    if (better := self.value(other, price)) < value * (1 - 1e-12):
-                        sizes, value, again = other, better, True
-        return sizes
 
     def within(self, budget: float) -> Sizes:
         """Return sizes that cost at most ``budget``, losing as little importance as is found.
@@ -410,12 +390,11 @@ def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
 
 def _blocks_that_share_classes(layers: list[LayerChoices], count: int) -> list[list[int]]:
     """Return the layers in blocks, such that no class is written by layers of two blocks."""
-    blocks: list[tuple[Booleans, list[int]]] = []
+    sets = DisjointSet()
+    sets.new(count)
+    for layer in layers:
+        sets.unite(layer.writes[:-1], layer.writes[1:])
+    blocks = defaultdict(list)
     for i, layer in enumerate(layers):
-        written = np.zeros(count, bool)
-        written[layer.writes] = True
-        joined = [block for block in blocks if (block[0] & written).any()]
-        blocks = [block for block in blocks if not (block[0] & written).any()]
-        members = sorted([i, *(member for block in joined for member in block[1])])
-        blocks.append((np.logical_or.reduce([written, *(block[0] for block in joined)]), members))
-    return [members for _, members in sorted(blocks, key=lambda block: block[1])]
+        blocks[tuple(sets.roots(layer.writes[:1]))].append(i)
+    return list(blocks.values())

@@ -92,8 +92,9 @@ class Taylor:
             owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
             if scale is not None:
                 changes[-1][:, -1] = owner.weight * scale
-            if owner.bias is not None:
-                changes[-1][:, -1] += _change(owner.bias, gradient)
+            shift = None if owner.bias is None else gradient(owner.bias)
+            if shift is not None:
+                changes[-1][:, -1] += owner.bias * shift
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
@@ -185,12 +186,6 @@ def _value(model: Callable[[Any], Any], batch: Any, loss: Loss) -> Tensor:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"loss: expected a function that returns a scalar with a gradient, got {got}")
     return value
-
-
-def _change(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None]) -> Tensor | float:
-    """Return the first-order change of the loss, but for its sign, if each element became zero."""
-    given = None if parameter is None else gradient(parameter)
-    return 0.0 if given is None or parameter is None else parameter * given
 
 
 def _outside(layer: PrunableLayer) -> Tensor:

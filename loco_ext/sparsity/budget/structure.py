@@ -23,7 +23,7 @@ from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
+from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
@@ -249,7 +249,7 @@ def structure_of(
     layers, norms, samples = [], [], samples_of(channels.graph)
     for node, value in channels.values.items():
         module, classes = channels.info.module(node), classes_of[value.ids]
-        is_norm = type(module) in BATCH_NORMS and channels.role(node) is Role.PER_CHANNEL
+        is_norm, behind = channels.info.is_norm(node), channels.info.norm_behind(node)
         if not (is_norm or channels.role(node) is Role.CONVOLUTION or is_depthwise(module)):
             continue
         mine = _own(own, node, module)
@@ -263,7 +263,7 @@ def structure_of(
             (source,) = channels.sources(node)
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
-            norm = _norm_behind(channels, own, node)
+            norm = None if behind is None else _own(own, behind, channels.info.module(behind))
             # A convolution with groups runs at the size of its largest filter: smaller ones save nothing.
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped else granularity)
             pixels = float(pixels_of(node, len(module.weight), samples))
@@ -287,14 +287,6 @@ def _macs_of(model: nn.Module, inputs: Sequence[Any]) -> float:
     except Exception as error:  # torch's formulas of operators have conditions of their own
         warn_caller(f"macs: those outside of layers that can be made smaller are not counted: {first_line(error)}")
         return 0.0
-
-
-def _norm_behind(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> Any:
-    """Return the batch norm of a layer's filters that is the only reader of its output, or None."""
-    (reader, *others) = node.users or [node]
-    module = channels.info.module(reader)
-    is_norm = type(module) in BATCH_NORMS and channels.role(reader) is Role.PER_CHANNEL
-    return _own(own, reader, module) if is_norm and not others else None
 
 
 def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:

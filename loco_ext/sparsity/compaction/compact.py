@@ -125,13 +125,13 @@ def compacted(
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
         why = str(error).replace("model: expected one that torch.fx can trace, got", "torch.fx cannot trace it:")
-        smaller: Sequence[CompactedCandidate] = [_cropped(dense, inputs, choose, why)]
-        unchanged = partial(_cropped, dense, inputs, costs.as_it_is, why)
+        crop = partial(_cropped, dense, inputs, why)
+        smaller, unchanged = [crop(choose)], partial(crop, costs.as_it_is)
     else:
         if fold_norms:
             fold(graph)
         smaller = (_by_time if cost == "measured" else _by_count)(graph, example, choose, fixed_size)
-        unchanged = partial(_unchanged, dense, inputs)
+        unchanged = partial(_whole, dense, inputs)
     network, report = _select(smaller, unchanged, example, others, measured=cost == "measured" and may_stay)
     try:
         report.macs_elsewhere = max(0, round(macs_of(dense, inputs)) - report.macs_before)
@@ -151,78 +151,74 @@ def take_modes(network: nn.Module, model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class CompactedCandidate:
+class Candidate:
     """A smaller network and the report on it."""
 
     network: nn.Module
     report: Report
 
 
-@dataclass(frozen=True)
-class Version(CompactedCandidate):
-    """A candidate with the channels of the graph that it was made of, one of several that compute the same."""
-
-    channels: Channels
-
-
-def _version(channels: Channels, choose: Choose) -> Version:
+def _of_graph(channels: Channels, choose: Choose) -> Candidate:
     """Return the network that has the channels that are needed."""
     rewriter = Rewriter(channels, choose)
     network = rewriter.build()
-    return Version(network, describe(channels, rewriter), channels)
+    return Candidate(network, describe(channels, rewriter))
 
 
-def _scattered(version: Version, choose: Choose) -> list[Version]:
-    """Return the version with sums of terms that have fewer channels than others, if the graph has such sums."""
-    channels = version.channels
+def _scattered(channels: Channels, choose: Choose) -> list[Candidate]:
+    """Return the network with sums of terms that have fewer channels than others, if the graph has such sums."""
     scatter = channels.scatterable()
-    return [_version(analyse(channels.graph, scatter, channels.fixed_size), choose)] if scatter else []
+    return [_of_graph(analyse(channels.graph, scatter, channels.fixed_size), choose)] if scatter else []
 
 
-def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
+def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Candidate]:
     """Return smaller networks, the one with the fewest MACs first."""
     narrow = without_constant_channels(graph, example.inputs)
     found = []
     for each in [graph] if narrow is None else [narrow, graph]:
-        plain = _version(analyse(each, fixed_size=fixed_size), choose)
-        found += [*_scattered(plain, choose), plain]
+        channels = analyse(each, fixed_size=fixed_size)
+        found += [*_scattered(channels, choose), _of_graph(channels, choose)]
     return found
 
 
-def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
+def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Candidate]:
     """Return smaller networks, the fastest first; each further way to compute the model is kept if it is faster."""
-    plain = _version(analyse(graph, fixed_size=fixed_size), choose)
+    channels = analyse(graph, fixed_size=fixed_size)
+    plain = _of_graph(channels, choose)
     for convert in (in_channels_last, without_constant_channels):
-        other = convert(plain.channels.graph, example.inputs)
+        other = convert(channels.graph, example.inputs)
         if other is not None:
-            plain = _fastest([plain, _version(analyse(other, fixed_size=fixed_size), choose)], example) or plain
-    versions = [*_scattered(plain, choose), plain]
-    best = _fastest(versions, example)
-    return versions if best is None else [best, *versions]
+            others = analyse(other, fixed_size=fixed_size)
+            found = _of_graph(others, choose)
+            if _fastest([plain, found], example) is found:
+                plain, channels = found, others
+    candidates = [*_scattered(channels, choose), plain]
+    best = _fastest(candidates, example)
+    return candidates if best is None else [best, *candidates]
 
 
-def _fastest(versions: list[Version], example: Pair) -> Version | None:
+def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
     """Return the fastest of the networks with the right outputs; None if there is none."""
-    right = [version for version in versions if is_right(version.network, [example])]
+    right = [each for each in candidates if is_right(each.network, [example])]
     if len(right) < 2:
         return right[0] if right else None
-    times = _latencies([version.network for version in right], example.inputs, costs.A_GLANCE)
+    times = _latencies([each.network for each in right], example.inputs, costs.A_GLANCE)
     return right[times.index(min(times))]
 
 
-def _unchanged(dense: nn.Module, inputs: Sequence[Any]) -> CompactedCandidate:
+def _whole(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
     """Return the model with all channels and taps, as a graph."""
-    return _version(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
+    return _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
 
 
-def _cropped(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> CompactedCandidate:
+def _cropped(dense: nn.Module, inputs: Sequence[Any], why: str, choose: Choose) -> Candidate:
     """Return the model with cropped filters, for a model that has no graph."""
-    return CompactedCandidate(*crop_modules(dense, inputs, choose, why))
+    return Candidate(*crop_modules(dense, inputs, choose, why))
 
 
 def _select(
-    smaller: Sequence[CompactedCandidate],
-    unchanged: Callable[[], CompactedCandidate],
+    smaller: Sequence[Candidate],
+    unchanged: Callable[[], Candidate],
     example: Pair,
     others: Sequence[Pair],
     measured: bool,

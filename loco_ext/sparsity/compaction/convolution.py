@@ -8,7 +8,7 @@ between the sides of an axis, and may be negative.
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -31,17 +31,21 @@ VECTOR = 16
 
 @dataclass(frozen=True)
 class Convolution:
-    """Parameters of a convolution: ``weight`` is ``(C_out, C_in/groups, *kernel_size)``, pads are (before, after)."""
+    """The convolution of a module with these filters, which may be fewer and have fewer channels each.
 
+    Args:
+        module: the module, which has the other parameters.
+        weight: the filters, ``(C_out, C_in/groups, *kernel_size)``.
+        bias: their biases, if any.
+        channels: number of input channels, over all groups.
+        channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
+        then: operations that follow.
+    """
+
+    module: Any
     weight: Tensor
     bias: Tensor | None
-    stride: tuple[int, ...]
-    pads: Pads
-    dilation: tuple[int, ...]
-    groups: int
-    padding_mode: str
-    weight_trains: bool
-    bias_trains: bool
+    channels: int
     channels_last: bool
     then: Epilogue = field(default_factory=Epilogue)
 
@@ -49,26 +53,9 @@ class Convolution:
     def axes(self) -> int:
         return self.weight.dim() - 2
 
-
-def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: int, channels_last: bool) -> Convolution:
-    """Return the module's convolution with these filters, which may be fewer and have fewer channels each.
-
-    Args:
-        channels: number of input channels, over all groups.
-        channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
-    """
-    return Convolution(
-        weight=weight,
-        bias=bias,
-        stride=module.stride,
-        pads=paddings(module),
-        dilation=module.dilation,
-        groups=channels // weight.shape[1],
-        padding_mode=module.padding_mode,
-        weight_trains=module.weight.requires_grad,
-        bias_trains=bias_trains(module),
-        channels_last=channels_last,
-    )
+    @property
+    def groups(self) -> int:
+        return self.channels // self.weight.shape[1]
 
 
 @dataclass(frozen=True)
@@ -105,12 +92,11 @@ def taps(box: Box) -> int:
 
 
 def pads_of(box: Box, convolution: Convolution) -> Pads:
-    """Return the padding that the cropped filters need."""
+    """Return the padding, (before, after) for each axis, that the cropped filters need."""
+    sizes, module = convolution.weight.shape[2:], convolution.module
     return tuple(
         (lower - a * step, upper - (size - b) * step)
-        for (a, b), size, (lower, upper), step in zip(
-            box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
-        )
+        for (a, b), size, (lower, upper), step in zip(box, sizes, paddings(module), module.dilation, strict=True)
     )
 
 
@@ -172,44 +158,43 @@ def emit(
     Args:
         order: indices that reorder the channels, as :func:`restoring` returns them.
     """
+    several = len(buckets) > 1
+    targets = [unused(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
     if any(bucket.mixed for bucket in buckets):
-        return _emit_mixed(owner, graph, source, name, convolution, buckets, order)
-    result = _emit_each(owner, graph, source, name, convolution, buckets)
+        return _emit_mixed(owner, graph, source, targets, convolution, buckets, order)
+    result = _emit_each(owner, graph, source, targets, convolution, buckets)
     return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
     """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
-    strided = any(step > 1 for step in convolution.stride)
+    strided = any(step > 1 for step in convolution.module.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 
 
 def _emit_each(
-    owner: nn.Module, graph: fx.Graph, source: fx.Node, name: str, convolution: Convolution, buckets: Sequence[Bucket]
+    owner: nn.Module,
+    graph: fx.Graph,
+    source: fx.Node,
+    targets: Sequence[str],
+    layer: Convolution,
+    buckets: Sequence[Bucket],
 ) -> fx.Node:
     parts = []
     padded: dict[Pads, fx.Node] = {}
-    for number, bucket in enumerate(buckets):
-        pads = pads_of(bucket.box, convolution)
-        target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
-        if is_narrow_and_strided(bucket, convolution):
-            every: Any = (..., *(slice(None, None, step) for step in convolution.stride))
-            read = graph.call_function(operator.getitem, (pad(graph, source, pads, convolution.padding_mode), every))
-            put(
-                owner,
-                target,
-                _module(replace(convolution, stride=(1,) * convolution.axes), bucket, [0] * convolution.axes),
-            )
-            parts.append(graph.call_module(target, (read,)))
-        elif is_even(pads):
-            put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
-            parts.append(graph.call_module(target, (source,)))
-        else:
+    for target, bucket in zip(targets, buckets, strict=True):
+        pads, read, stride = pads_of(bucket.box, layer), source, layer.module.stride
+        apart = is_narrow_and_strided(bucket, layer)
+        if apart or not is_even(pads):
             if pads not in padded:
-                padded[pads] = pad(graph, source, pads, convolution.padding_mode)
-            put(owner, target, _module(convolution, bucket, [0] * convolution.axes))
-            parts.append(graph.call_module(target, (padded[pads],)))
-    return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - convolution.axes))
+                padded[pads] = pad(graph, source, pads, layer.module.padding_mode)
+            read, pads = padded[pads], ((0, 0),) * layer.axes
+        if apart:
+            every: Any = (..., *(slice(None, None, step) for step in stride))
+            read, stride = graph.call_function(operator.getitem, (read, every)), (1,) * layer.axes
+        put(owner, target, _module(layer, bucket, pads, stride))
+        parts.append(graph.call_module(target, (read,)))
+    return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - layer.axes))
 
 
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
@@ -239,50 +224,46 @@ def _emit_mixed(
     owner: nn.Module,
     graph: fx.Graph,
     source: fx.Node,
-    name: str,
-    convolution: Convolution,
+    targets: Sequence[str],
+    layer: Convolution,
     buckets: Sequence[Bucket],
     order: fx.Node | None,
 ) -> fx.Node:
-    weights, biases, pads = [], [], []
-    for number, bucket in enumerate(buckets):
-        target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
-        around = pads_of(bucket.box, convolution)
-        put(
-            owner, target, _module(convolution, bucket, [before for before, _ in around] if is_even(around) else [0, 0])
-        )
-        weights.append(graph.get_attr(f"{target}.weight"))
-        if convolution.bias is not None:
-            biases.append(graph.get_attr(f"{target}.bias"))
-        pads.append(tuple(p for axis in around for p in axis))
-    options: Any = {"stride": convolution.stride, "dilation": convolution.dilation}
-    return graph.call_function(mixed_conv2d, (source, weights, biases, pads, order), options)
+    around = [pads_of(bucket.box, layer) for bucket in buckets]
+    for target, bucket, pads in zip(targets, buckets, around, strict=True):
+        put(owner, target, _module(layer, bucket, pads if is_even(pads) else ((0, 0), (0, 0)), layer.module.stride))
+    weights = [graph.get_attr(f"{target}.weight") for target in targets]
+    biases = [] if layer.bias is None else [graph.get_attr(f"{target}.bias") for target in targets]
+    numbers = [tuple(p for axis in pads for p in axis) for pads in around]
+    options: Any = {"stride": layer.module.stride, "dilation": layer.module.dilation}
+    return graph.call_function(mixed_conv2d, (source, weights, biases, numbers, order), options)
 
 
-def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
-    filters = list(bucket.filters)
+def _module(convolution: Convolution, bucket: Bucket, pads: Pads, stride: tuple[int, ...]) -> nn.Module:
+    """Return the layer of the bucket's filters; its padding is equal on both sides of each axis."""
+    whole, filters, padding = convolution.module, list(bucket.filters), tuple(before for before, _ in pads)
     place: Any = (filters, slice(None), *(slice(a, b) for a, b in bucket.box))
     weight = convolution.weight[place].detach()
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
     module = nn.utils.skip_init(
         kind,
-        weight.shape[1] * convolution.groups,
+        convolution.channels,
         len(filters),
         tuple(weight.shape[2:]),
-        stride=convolution.stride,
-        padding=tuple(padding),
-        dilation=convolution.dilation,
+        stride=stride,
+        padding=padding,
+        dilation=whole.dilation,
         groups=convolution.groups,
         bias=convolution.bias is not None,
-        padding_mode=convolution.padding_mode if any(padding) else "zeros",
+        padding_mode=whole.padding_mode if any(padding) else "zeros",
         device=weight.device,
         dtype=weight.dtype,
     )
     channels_last = convolution.channels_last and not bucket.mixed
     memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
-    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.weight_trains)
+    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=whole.weight.requires_grad)
     if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=convolution.bias_trains)
+        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=bias_trains(whole))
     return module
 
 
@@ -292,12 +273,6 @@ def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
     if any(outward):
         source = graph.call_function(F.pad, (source, outward), {"mode": "constant" if mode == "zeros" else mode})
     if any(p < 0 for axis in pads for p in axis):
-        source = _crop(graph, source, tuple((max(-lower, 0), max(-upper, 0)) for lower, upper in pads))
+        spans = [slice(max(-lower, 0) or None, min(upper, 0) or None) for lower, upper in pads]
+        source = graph.call_function(operator.getitem, (source, (..., *spans)))  # a view
     return source
-
-
-def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
-    """Add a node for a view without these margins at the beginning and at the end of each axis."""
-    spans = [slice(lower or None, -upper or None) for lower, upper in margins]
-    place: Any = (..., *spans)
-    return graph.call_function(operator.getitem, (source, place))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import (
@@ -68,7 +69,7 @@ def all_at_once(convolution: Convolution) -> list[Bucket]:
 
 def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
     """Return whether compiled kernels can compute the convolution with each filter at its own size."""
-    plain = convolution.axes == 2 and convolution.groups == 1 and convolution.padding_mode == "zeros"
+    plain = convolution.axes == 2 and convolution.groups == 1 and convolution.module.padding_mode == "zeros"
     images = len(kind["shape"]) == 4 and kind["dtype"] in mixed_conv.DTYPES
     return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
 
@@ -135,7 +136,8 @@ def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.
 
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
     """Return a key of everything that a way's time depends on."""
-    layer = tuple(getattr(convolution, name) for name in ("stride", "pads", "dilation", "groups", "padding_mode"))
+    module = convolution.module
+    layer = module.stride, paddings(module), module.dilation, module.padding_mode, convolution.groups
     buckets = tuple((len(bucket.filters), bucket.box, bucket.mixed) for bucket in way)
     in_order = free or restoring(way, convolution.weight.device) is None
     weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
@@ -168,9 +170,8 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
 
 def _shape(kind: Mapping[str, Any], convolution: Convolution) -> tuple[int, ...]:
     """Return the shape of the convolution's input, with or without a batch."""
-    channels = convolution.weight.shape[1] * convolution.groups
     *batch, _ = kind["shape"][: -convolution.axes]
-    return (*batch, channels, *kind["shape"][-convolution.axes :])
+    return (*batch, convolution.channels, *kind["shape"][-convolution.axes :])
 
 
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:

@@ -1,7 +1,6 @@
 """Compaction of models without a graph: filters are cropped module by module, and all channels are kept."""
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from math import prod
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.fx.modules import is_hooked, put
+from loco_ext.fx.modules import is_hooked, owners, put
 from loco_ext.sparsity.compaction.compaction_report import Report
-from loco_ext.sparsity.compaction.convolution import alone, as_convolution
+from loco_ext.sparsity.compaction.convolution import Convolution, alone
 from loco_ext.sparsity.compaction.describe import describe_layer
 from loco_ext.sparsity.compaction.graph import copies, kind_of
 from loco_ext.sparsity.compaction.macs import samples_in
@@ -28,7 +27,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
     for name, (read, written) in _calls(result, inputs).items():
         module: Any = result.get_submodule(name)
         weight = module.weight.detach()
-        convolution = as_convolution(module, weight, module.bias, module.in_channels, written["channels_last"])
+        convolution = Convolution(module, weight, module.bias, module.in_channels, written["channels_last"])
         buckets = choose(convolution, read, False)
         images = Fraction(written["shape"][0], samples) if len(written["shape"]) == weight.dim() else 1
         pixels = images * Fraction(prod(written["shape"][2 - weight.dim() :]))
@@ -40,11 +39,11 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
 
 def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Return the convolutions that may be replaced, by name, with the kinds of their inputs and outputs."""
-    owners = Counter(id(p) for module in set(model.modules()) for p in module.parameters(recurse=False))
+    owned = owners(model)
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     handles = []
     for name, module in model.named_modules():
-        if name and type(module) in CONVOLUTIONS and not is_hooked(module) and owners[id(module.weight)] == 1:
+        if name and type(module) in CONVOLUTIONS and not is_hooked(module) and owned[id(module.weight)] == 1:
 
             def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
                 calls[name] = kind_of(x[0]), kind_of(y)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from loco_ext.fx.modules import put, unused
+from loco_ext.fx.modules import owners, put, unused
 
 
 class _Call(NamedTuple):
@@ -45,7 +45,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
     readers = Counter(
         str(read.target) for node in graph.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
     )
-    owners = Counter(id(p) for m in set(graph.modules()) for p in m.parameters(recurse=False))
+    owned = owners(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in _FUNCTIONS or "shape" not in node.meta:
             continue
@@ -54,7 +54,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
             continue
         read = [x for x in node.all_input_nodes if x.op == "get_attr"]
         alone = all(readers[str(x.target)] == 1 == len(x.users) for x in read)
-        if layer is not None and alone and all(owners[id(p)] == 1 for p in layer.parameters()):
+        if layer is not None and alone and all(owned[id(p)] == 1 for p in layer.parameters()):
             _replace(graph, node, layer.eval(), read)
     graph.recompile()
 

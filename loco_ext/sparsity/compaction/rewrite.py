@@ -19,7 +19,6 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import (
     Bucket,
     Convolution,
-    as_convolution,
     emit,
     in_turn,
     restoring,
@@ -146,8 +145,8 @@ class Rewriter:
     def _as_convolution(
         self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None, channels: int
     ) -> Convolution:
-        convolution = as_convolution(module, weight, bias, channels, node.meta["channels_last"])
-        return replace(convolution, then=epilogue_of(node, self._channels.info.modules))
+        epilogue = epilogue_of(node, self._channels.info.modules)
+        return Convolution(module, weight, bias, channels, node.meta["channels_last"], epilogue)
 
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import is_hooked
-from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, operation
+from loco_ext.fx.modules import is_hooked, owners
+from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, only_user, operation
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 
@@ -60,8 +60,7 @@ class GraphInfo:
         self._root = graph
         calls = [node for node in graph.graph.nodes if node.op == "call_module"]
         self._calls = Counter(id(self.modules[str(node.target)]) for node in calls)
-        owners = Counter(id(p) for m in set(self.modules.values()) for p in m.parameters(recurse=False))
-        self._shared = {parameter for parameter, count in owners.items() if count > 1}
+        self._shared = {parameter for parameter, count in owners(graph).items() if count > 1}
         self._read = {
             id(self.modules[owner])
             for node in graph.graph.nodes
@@ -95,6 +94,15 @@ class GraphInfo:
         """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""
         name = operation(node, self.modules)
         return name if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs else None
+
+    def is_norm(self, node: fx.Node) -> bool:
+        """Return whether the node normalises channels by batch normalisation."""
+        return type(self.module(node)) in BATCH_NORMS and self.nodes[node].role is Role.PER_CHANNEL
+
+    def norm_behind(self, node: fx.Node) -> fx.Node | None:
+        """Return the batch normalisation that is the only reader of the node's result; None if there is none."""
+        reader = only_user(node)
+        return reader if reader is not None and self.is_norm(reader) else None
 
     def why_opaque(self, node: fx.Node) -> str | None:
         """Return why a module cannot be changed; None if it can, or if the node calls no module."""

@@ -93,7 +93,7 @@ def by_hand(problem: SizeProblem, sizes: Sizes) -> float:
 
 
 @pytest.mark.parametrize("make", [chain, residual, depthwise, pairs])
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], SizeProblem], seed: int) -> None:
     problem = make(seed)
     all_sizes = list(every(problem))
@@ -121,40 +121,31 @@ def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[i
                 assert not worth or problem.cost(more) > budget
 
 
-def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> None:
-    for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
-        problem = pairs(seed)
-        budget = share * problem.cost(problem.whole())
-        costs = {problem.cost(sizes) for sizes in every(problem)}
-        found = problem.within(budget)
-        assert problem.cost(found) in costs  # the cost is that of allowed sizes
-        assert problem.cost(found) <= budget
-        alive = [chosen != layer.gone for layer, chosen in zip(problem.layers, found, strict=True)]
-        for i in (1, 3):  # layers that share their channels with no other
-            gone = np.flatnonzero(~alive[i])
-            for two in itertools.combinations(gone, 2):
-                more = [chosen.copy() for chosen in found]
-                more[i][list(two)] = 0
-                assert problem.cost(more) > budget
-
-
-def test_no_exchange_of_channels_between_layers_is_better() -> None:
-    """Choosing other channels without changing their numbers is no better, either."""
+def test_numbers_of_channels_are_rounded_and_no_exchange_between_layers_is_better() -> None:
+    """Choosing other channels without changing their numbers is no better, either, and the budget is filled."""
 
     def counts(sizes: Sizes) -> np.ndarray:
         return np.asarray([(chosen != 1).sum() for chosen in sizes])[[0, 1, 3]]  # the third adds to the first's
 
-    best = 0
-    for seed, share in itertools.product(range(6), (0.3, 0.7)):
+    best, tried = 0, list(itertools.product(range(3), (0.3, 0.7)))
+    for seed, share in tried:
         problem = pairs(seed)
         budget = share * problem.cost(problem.whole())
-        found, allowed = problem.within(budget), [s for s in every(problem) if problem.cost(s) <= budget]
+        all_sizes = [(problem.cost(sizes), sizes) for sizes in every(problem)]
+        found, allowed = problem.within(budget), [sizes for cost, sizes in all_sizes if cost <= budget]
+        assert problem.cost(found) <= budget
+        assert problem.cost(found) in {cost for cost, _ in all_sizes}  # the cost is that of sizes with rounded numbers
+        for i in (1, 3):  # layers that share their channels with no other
+            for two in itertools.combinations(np.flatnonzero(found[i] == problem.layers[i].gone), 2):
+                more = [chosen.copy() for chosen in found]
+                more[i][list(two)] = 0
+                assert problem.cost(more) > budget
         near = [s for s in allowed if sorted(np.sign(counts(s) - counts(found))) in ([-1, 0, 1], [0, 0, 0])]
         near = [s for s in near if np.abs(counts(s) - counts(found)).max() <= 2 and counts(s).min() > 0]
         least = problem.lost(found) * (1 - 1e-9)
         assert all(problem.lost(s) >= least for s in near)
         best += all(problem.lost(s) >= least for s in allowed)
-    assert best >= 10
+    assert best >= len(tried) - 1
 
 
 def test_a_budget_of_everything_removes_nothing() -> None:

@@ -2,8 +2,8 @@
 
 import copy
 import importlib
+import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
+from tests.compaction.cases import Network, Two
 from tests.covering import covering, slow
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
@@ -60,21 +61,21 @@ def flops(network: nn.Module, x: Tensor) -> int:
     return counter.get_total_flops()
 
 
-class Called(nn.Module):
-    """Layers called by a function."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+def split(net: Any, x: Tensor) -> Tensor:
+    """One half of the channels matters little, but the layer that reads it does."""
+    one, other = F.relu(net.first(x)).chunk(2, 1)
+    return net.last(torch.cat([F.relu(net.one(one)), F.relu(net.other(other))], 1))
 
 
-def decoder(net: Any, x: Tensor) -> Tensor:
-    return net.up(F.relu(net.inner(F.relu(net.first(x)))))
+def unread(net: Any, x: Tensor) -> Tensor:
+    x = F.relu(net.first(x))
+    net.unread(x)
+    return net.last(x)
+
+
+def squared(net: Any, x: Tensor) -> Tensor:
+    y = net.inner(F.relu(net.first(x))).flatten(2)
+    return (y @ y.transpose(1, 2)).flatten(1)
 
 
 def twice(net: Any, x: Tensor) -> Tensor:
@@ -86,64 +87,68 @@ def time_first(net: Any, x: Tensor) -> Tensor:
     return net.last(F.relu(net.middle(net.first(x.transpose(0, 1)))).mean(0))
 
 
-def squared(net: Any, x: Tensor) -> Tensor:
-    y = net.inner(F.relu(net.first(x))).flatten(2)
-    return (y @ y.transpose(1, 2)).flatten(1)
+def conv(channels: int, filters: int, padding: int = 1) -> nn.Module:
+    return nn.Conv2d(channels, filters, 3, padding=padding)
+
+
+def between(norm: nn.Module) -> nn.Module:
+    """Return a network with a norm between its layers."""
+    if isinstance(norm, nn.BatchNorm1d):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), norm, nn.ReLU(), nn.Linear(12, 10))
+    return nn.Sequential(conv(3, 32), norm, nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 10, 0))
 
 
 IMAGES_OF_8 = torch.randn(2, 3, 8, 8)
-PARTLY = {
+OF_THE_BATCH = [nn.BatchNorm2d(32, affine=affine, track_running_stats=False) for affine in (True, False)]
+LINEAR = {"first": nn.Linear(8, 64), "middle": nn.Linear(64, 512), "last": nn.Linear(512, 10)}
+STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
     "transposed": (
-        Called(
-            decoder,
-            first=nn.Conv2d(3, 32, 3, padding=1),
-            inner=nn.Conv2d(32, 16, 3, padding=1),
-            up=nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1),
-        ),
+        nn.Sequential(conv(3, 32), nn.ReLU(), conv(32, 16), nn.ConvTranspose2d(16, 3, 4, 2, 1)),
         IMAGES_OF_8,
+        0.8,
     ),
-    "called twice": (
-        Called(twice, first=nn.Conv2d(3, 64, 3), inner=nn.Conv2d(64, 16, 3), again=nn.Conv2d(16, 16, 3, padding=1)),
+    "called twice": (Network(twice, first=conv(3, 64, 0), inner=conv(64, 16, 0), again=conv(16, 16)), IMAGES_OF_8, 0.8),
+    "time first": (Network(time_first, **LINEAR), torch.randn(2, 20, 8), 0.8),
+    "product": (Network(squared, first=conv(3, 32, 0), inner=conv(32, 6, 0)), IMAGES_OF_8, 0.8),
+    "norms of the batch at hand": (between(OF_THE_BATCH[0]), IMAGES_OF_8, 0.25),
+    "the same without weights": (between(OF_THE_BATCH[1]), IMAGES_OF_8, 0.25),
+    "a norm of fewer tokens than features": (between(nn.BatchNorm1d(5)), torch.randn(3, 5, 8), 0.8),
+    "a norm of as many": (between(nn.BatchNorm1d(12)), torch.randn(3, 12, 8), 0.8),
+    "a split": (
+        Network(split, first=conv(3, 16), one=conv(8, 8), other=conv(8, 8), last=conv(16, 10)),
         IMAGES_OF_8,
+        0.3,
     ),
-    "time first": (
-        Called(time_first, first=nn.Linear(8, 64), middle=nn.Linear(64, 512), last=nn.Linear(512, 10)),
-        torch.randn(2, 20, 8),
-    ),
-    "product": (Called(squared, first=nn.Conv2d(3, 32, 3), inner=nn.Conv2d(32, 6, 3)), IMAGES_OF_8),
+    "unread": (Network(unread, first=conv(3, 16), last=conv(16, 10), unread=nn.Conv2d(16, 10, 1)), IMAGES_OF_8, 0.5),
 }
 
 
-@pytest.mark.parametrize("name", PARTLY)
-def test_what_cannot_be_made_smaller_counts(name: str) -> None:
-    model, x = PARTLY[name]
-    share = 0.8
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_budget_is_met_whatever_a_network_has(name: str) -> None:
+    """What cannot be made smaller counts, and no layer is cut off from what it reads."""
+    model, x, share = STRUCTURES[name]
+    if name == "a split":
+        model.first.weight.data[:8] *= 1e-4
     smaller, report = sparsity.shrink_to(model, x, macs=share, importance="norm", granularity="filters")
     assert report.macs_before * 2 * len(x) == flops(model, x)
     assert report.macs_executed * 2 * len(x) == flops(smaller, x)
-    assert 0.9 * share < flops(smaller, x) / flops(model, x) <= share
-    assert name == "time first" or report.macs_elsewhere > 0
+    assert 0.85 * share < flops(smaller, x) / flops(model, x) <= share
+    alive = [layer.filters_after > 0 and layer.channels_after > 0 for layer in report.layers]
+    assert all(alive) or name == "unread"
     assert ("elsewhere" in str(report)) == (report.macs_elsewhere > 0)
+    assert report.macs_elsewhere > 0 or name not in ("transposed", "called twice", "product")
     if report.macs_elsewhere > 0:
         outside = f"{report.macs_elsewhere / report.macs_before:.1%} are outside of layers that can be made smaller"
         with pytest.raises(ValueError, match=f"macs: expected at least .*{outside}"):
             sparsity.shrink_to(model, x, macs=0.01, importance="norm")
 
 
-class Alone(nn.Module):
-    """A layer whose first result counts, read as queries, keys and values if it is attention."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
+def first_result(net: Any, x: Tensor) -> Tensor:
+    return net.layer(x, x, x)[0] if isinstance(net.layer, nn.MultiheadAttention) else net.layer(x)[0]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("training", [False, True])
-def test_attention_and_recurrent_layers_count(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_and_recurrent_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tokens of 16 numbers, in torch's fused operators too, and with flags of torch.backends that are frozen."""
     monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", False)
     x, projections, products = torch.randn(3, 5, 16), 4 * 16 * 16 * 5, 2 * 5 * 5 * 16
@@ -154,8 +159,10 @@ def test_attention_and_recurrent_layers_count(training: bool, monkeypatch: pytes
         (nn.LSTM(16, 12, batch_first=True), 5 * 4 * 12 * (16 + 12)),
         (nn.GRU(16, 12, 2, batch_first=True), 5 * 3 * 12 * (16 + 12 + 12 + 12)),
     ):
-        model = nn.Sequential(nn.Linear(16, 16), layer if isinstance(layer, nn.TransformerEncoder) else Alone(layer))
-        assert macs_of(model.train(training), [x]) == expected + 16 * 16 * 5
+        whole = isinstance(layer, nn.TransformerEncoder)
+        model = nn.Sequential(nn.Linear(16, 16), layer if whole else Network(first_result, layer=layer))
+        for training in (False, True):
+            assert macs_of(model.train(training), [x]) == expected + 16 * 16 * 5
         settings = (
             torch.backends.mkldnn.enabled,
             torch.backends.cudnn.enabled,
@@ -166,22 +173,10 @@ def test_attention_and_recurrent_layers_count(training: bool, monkeypatch: pytes
         assert report.macs_before == expected + 16 * 16 * 5
 
 
-class Conditioned(nn.Module):
-    """A network whose features are scaled by a function of a vector of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale, self.vector = nn.Linear(30, 8), nn.Linear(5, 8), nn.Parameter(torch.randn(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) * self.scale(self.vector)
-
-
-def test_a_vector_inside_is_no_sample() -> None:
-    assert macs_of(Conditioned(), [torch.randn(4, 30)]) == 30 * 8 + 5 * 8 / 4
-
-
-def test_a_vector_is_one_sample() -> None:
+def test_a_vector_is_one_sample_and_one_inside_is_none() -> None:
+    layers = {"first": nn.Linear(30, 8), "scale": nn.Linear(5, 8), "vector": nn.Parameter(torch.randn(5))}
+    model = Network(lambda net, x: net.first(x) * net.scale(net.vector), **layers)
+    assert macs_of(model, [torch.randn(4, 30)]) == 30 * 8 + 5 * 8 / 4
     assert macs_of(nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(30)]) == 30 * 8 + 8 * 4
 
 
@@ -204,43 +199,6 @@ def test_what_torch_cannot_count_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.notes["MACs"] == "those outside of these layers are not counted: heads differ"
 
 
-@pytest.mark.parametrize("affine", [True, False])
-def test_norms_of_the_batch_at_hand_lose_channels(affine: bool) -> None:
-    norm = nn.BatchNorm2d(32, affine=affine, track_running_stats=False)
-    layers = nn.Conv2d(3, 32, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
-    model = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(32, 10, 3))
-    options: Any = {"importance": "norm", "granularity": "filters"}
-    smaller, report = sparsity.shrink_to(model, IMAGES_OF_8, macs=0.25, **options)
-    first, second, _ = report.layers
-    assert second.channels_after == first.filters_after < 24
-    assert flops(smaller, IMAGES_OF_8) > 0.23 * flops(model, IMAGES_OF_8)
-
-
-def test_a_norm_of_tokens_is_not_one_of_features() -> None:
-    """Five tokens, and as many as there are features."""
-    for tokens in (5, 12):
-        layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.BatchNorm1d(tokens), nn.ReLU(), nn.Linear(12, 10)
-        model, x = nn.Sequential(*layers), torch.randn(3, tokens, 8)
-        _, report = sparsity.shrink_to(model, x, macs=0.8, importance="norm")
-        assert report.macs_executed <= 0.8 * report.macs_before
-
-
-def test_a_layer_behind_a_split_is_not_cut_off() -> None:
-    """One half of the channels matters little, but the layer that reads it does."""
-
-    def function(net: Any, x: Tensor) -> Tensor:
-        one, other = F.relu(net.first(x)).chunk(2, 1)
-        return net.last(torch.cat([F.relu(net.one(one)), F.relu(net.other(other))], 1))
-
-    halves = {name: nn.Conv2d(8, 8, 3, padding=1) for name in ("one", "other")}
-    model = Called(function, first=nn.Conv2d(3, 16, 3, padding=1), **halves, last=nn.Conv2d(16, 10, 3))
-    with torch.no_grad():
-        model.first.weight[:8] *= 1e-4
-    _, report = sparsity.shrink_to(model, IMAGES_OF_8, macs=0.3, importance="norm", granularity="filters")
-    assert all(layer.filters_after > 0 and layer.channels_after > 0 for layer in report.layers)
-    assert report.macs_executed <= 0.3 * report.macs_before
-
-
 @pytest.mark.parametrize(("groups", "share"), [(16, 0.5), (2, 0.9)])
 def test_filters_of_convolutions_with_groups_have_one_size(groups: int, share: float) -> None:
     grouped = nn.Conv2d(16, 16, 5, padding=2, groups=groups)
@@ -252,31 +210,21 @@ def test_filters_of_convolutions_with_groups_have_one_size(groups: int, share: f
     assert report.layers[1].macs_after == report.layers[1].macs_executed
 
 
-def test_in_inference_mode_the_result_can_be_trained() -> None:
+def test_in_inference_mode_the_result_can_be_trained_with_its_batch_norms_in_the_mode_of_the_model() -> None:
     with torch.inference_mode():
-        model, pairs = network("plain"), batches(2)
+        model, pairs = network("plain").train(), batches(2)
         smaller, _ = sparsity.shrink_to(model, X.clone(), macs=0.5, batches=pairs)
+    assert any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
+    assert all(module.training for module in smaller.modules())
     smaller(torch.randn(2, *IMAGE)).sum().backward()
     assert all(parameter.grad is not None for parameter in smaller.parameters())
-
-
-def test_a_layer_that_nothing_reads() -> None:
-    def function(net: Any, x: Tensor) -> Tensor:
-        x = F.relu(net.first(x))
-        net.unread(x)
-        return net.last(x)
-
-    layers = {"first": nn.Conv2d(3, 16, 3), "last": nn.Conv2d(16, 10, 3), "unread": nn.Conv2d(16, 10, 1)}
-    _, report = sparsity.shrink_to(Called(function, **layers), IMAGES_OF_8, macs=0.5, importance="norm")
-    assert report.macs_executed <= 0.5 * report.macs_before
 
 
 def test_two_functional_layers_of_one_module() -> None:
     def function(net: Any, x: Tensor) -> Tensor:
         return F.linear(F.relu(F.linear(x, net.one)), net.other)
 
-    gate = Called(function)
-    gate.one, gate.other = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+    gate = Network(function, **{name: nn.Parameter(torch.randn(32, 32)) for name in ("one", "other")})
     model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), gate, nn.ReLU(), nn.Linear(32, 10)), torch.randn(4, 8)
     with torch.no_grad():
         gate.one[::2] = 0.0
@@ -288,48 +236,9 @@ def test_two_functional_layers_of_one_module() -> None:
     assert smaller(x).shape == (4, 10)
 
 
-def test_batch_norms_stay_and_the_mode_is_the_models() -> None:
-    smaller, _ = sparsity.shrink_to(network("plain").train(), X, macs=0.5, batches=batches())
-    norms = [module for module in smaller.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert norms
-    assert all(module.training for module in smaller.modules())
-
-
-@pytest.mark.parametrize("name", ["plain", "depthwise"])
-def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None:
-    """A third of the first layer's filters is read with weights of zero."""
-    model = network(name)
-    first, reader = (model[0], model[4]) if name == "plain" else (model[3], model[6])  # type: ignore[index]
-    with torch.no_grad():
-        reader.weight[:, ::3] = 0.0
-    x = batches()[0][0]
-    expected = model(x).detach()
-    gone = len(range(0, len(first.weight), 3))
-    structure = structure_of(model, [X], "half", "filters")
-    lost = by_taylor(structure, model, batches(), F.cross_entropy)
-    problem = structure.problem("macs", lost, dict.fromkeys(lost, 1))
-    unimportant = problem.at(1e-12)
-    structure.zero(unimportant)
-    smaller, report = sparsity.compact(model, X, cost="macs")
-    assert report.layers[0].filters_after <= len(first.weight) - gone  # some are never positive
-    torch.testing.assert_close(smaller(x), expected, rtol=1e-4, atol=1e-4)
-
-
-class Several(nn.Module):
-    """A network of an image and what is added to its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network("plain")
-
-    def forward(self, x: Tensor, added: Tensor) -> Tensor:
-        return self.network(x) + added
-
-
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_batches_have_as_many_inputs_as_the_example(kind: type) -> None:
-    torch.manual_seed(1)
-    model = Several()
+    model = Two(lambda net, x, added: net.network(x) + added, network=network("plain"))
     several = [(kind((x, torch.zeros(len(x), 4))), target) for x, target in batches()]
     smaller, report = sparsity.shrink_to(model, (X, torch.zeros(len(X), 4)), macs=0.5, batches=several)
     expected, of_one = sparsity.shrink_to(model.network, X, macs=0.5, batches=batches())
@@ -344,35 +253,30 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
     several = [(x.double(), target) for x, target in batches()]
     structure = structure_of(model, [X.double()], "half", "rings")
     lost = {name: each.square() for name, each in by_taylor(structure, model, several, F.cross_entropy).items()}
+
+    @torch.no_grad()
+    def losses(parts: list[tuple[Tensor, Any]], factor: float) -> Tensor:
+        saved = [whole[place].clone() for whole, place in parts]
+        for whole, place in parts:
+            whole[place] *= factor
+        found = [F.cross_entropy(model(x), target) for x, target in several]
+        for (whole, place), values in zip(parts, saved, strict=True):
+            whole[place] = values
+        return torch.stack(found)
+
     for layer in structure.layers:
-        rings = torch.from_numpy(layer.rings)
-        for j in (0, len(layer.module.weight) - 1):
-            for choice in range(1, len(layer.taps)):
-                gone = choice == len(layer.taps) - 1
-                scaled: list[Tensor] = [layer.module.weight]
-                if gone:
-                    owner = layer.module if layer.norm is None else layer.norm
-                    scaled = [p for p in (owner.weight, owner.bias) if p is not None]
-                changes = []
-                for x, target in several:
-                    losses = []
-                    for factor in (1 + h, 1 - h):
-                        saved = [p.detach().clone() for p in scaled]
-                        with torch.no_grad():
-                            for p in scaled:
-                                if p.dim() > 2:
-                                    p[j, :, (rings < choice).view(p.shape[2:])] *= factor
-                                else:
-                                    p[j] *= factor
-                            losses.append(F.cross_entropy(model(x), target))
-                            for p, values in zip(scaled, saved, strict=True):
-                                p.copy_(values)
-                    changes.append(((losses[0] - losses[1]) / (2 * h)) ** 2)
-                expected = torch.stack(changes).sum()
-                found = lost[layer.name][j, choice]
-                assert found >= expected * (1 - 1e-4) - 1e-12
-                if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
-                    assert found == lost[layer.name][j, choice - 1]
+        weight, rings = layer.module.weight, torch.from_numpy(layer.rings)
+        owner = layer.module if layer.norm is None else layer.norm
+        for j, choice in itertools.product((0, len(weight) - 1), range(1, len(layer.taps))):
+            outside: Any = (j, slice(None), (rings < choice).view(weight.shape[2:])) if weight.dim() > 2 else j
+            parts = [(weight, outside)]
+            if choice == len(layer.taps) - 1:
+                parts = [(p, j) for p in (owner.weight, owner.bias) if p is not None]
+            expected = ((losses(parts, 1 + h) - losses(parts, 1 - h)) / (2 * h)).square().sum()
+            found = lost[layer.name][j, choice]
+            assert found >= expected * (1 - 1e-4) - 1e-12
+            if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
+                assert found == lost[layer.name][j, choice - 1]
 
 
 def test_norm_is_the_share_of_the_folded_filters() -> None:
@@ -387,8 +291,7 @@ def test_norm_is_the_share_of_the_folded_filters() -> None:
 
 
 def test_bounds_and_layers_left_alone() -> None:
-    model = network("plain")
-    _, report = sparsity.shrink_to(model, X, macs=0.86, importance="norm", skip=["0"], least={"4": 5})
+    _, report = sparsity.shrink_to(network("plain"), X, macs=0.86, importance="norm", skip=["0"], least={"4": 5})
     layers = {layer.name: layer for layer in report.layers}
     assert layers["0"].sizes == {"5x5": 6}
     assert layers["4"].filters_after >= 5
@@ -407,7 +310,7 @@ def test_a_function_decides() -> None:
 
 def test_where_there_are_many_filters_the_budget_is_met_within_a_hundredth() -> None:
     model = models.small_cnn(3, 4, 9, width=2).eval()
-    for share in (0.75, 0.5, 0.25):
+    for share in (0.75, 0.25):
         smaller, _ = sparsity.shrink_to(model, X, macs=share, importance="norm")
         assert 0.99 * share <= macs(smaller) / macs(model) <= share
 
@@ -444,24 +347,19 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
-@pytest.mark.parametrize(
-    ("together", "roundings"),
-    [(8, (1, 8)), *(slow((together, shrink.ROUNDINGS)) for together in (1, 8))],
-    ids=str,
-)
+@pytest.mark.parametrize("together", [8, slow(1)])
 def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
-    monkeypatch: pytest.MonkeyPatch, together: int, roundings: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     """Kernels that compute several channels together, in place of what compaction measures."""
-    torch.manual_seed(0)
-    model = models.small_cnn(3, 4, 9).eval()
+    model = models.small_cnn(3, 4, 9, width=0.5).eval()
     filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
     how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
-    monkeypatch.setattr(shrink, "ROUNDINGS", roundings)
+    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 8))
     monkeypatch.setattr(shrink, "compact", timed(0.1, together))
     lost = {}
-    for round_to in (None, *roundings):
+    for round_to in (None, 1, 8):
         smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
         assert report.latency_after is not None
         assert report.latency_after <= 0.6
@@ -469,7 +367,7 @@ def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
         kept = [float(part[:width].sum()) for part, width in zip(parts, widths, strict=True)]
         lost[round_to] = -sum(map(math.log, kept))
     assert lost.pop(None) == min(lost.values())
-    assert (min(lost, key=lambda each: lost[each]) > 1) == (together > 1)
+    assert (lost[8] < lost[1]) == (together > 1)
 
 
 def test_a_network_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,36 +400,18 @@ def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_it
     assert all(p.flatten(1).any(1).all() for p in smaller.parameters() if p.dim() > 1)
 
 
-@pytest.mark.slow
-def test_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 8))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 5), nn.Flatten()).eval()
-    _, report = sparsity.shrink_to(model, torch.randn(4, 3, 24, 24), latency=0.5, importance="norm")
-    assert report.latency_before is not None
-    assert report.latency_after is not None
-    assert report.latency_after <= 0.5 * report.latency_before
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "macs, parameters, latency: expected exactly one of them, got none"),
         ({"macs": 0.5, "latency": 0.5}, "got macs, latency"),
-        ({"macs": 0.0}, r"macs: expected a share of the model's own, in \(0, 1\], got 0.0"),
         ({"macs": 1.5}, "macs: expected a share"),
         ({"macs": 0.5}, "batches: expected at least one pair"),
         ({"macs": 0.5, "importance": "size"}, "importance: expected one of 'taylor', 'norm', got 'size'"),
-        (
-            {"macs": 0.5, "importance": lambda name, weight: weight},
-            "importance: expected finite numbers of at least 0 of shape",
-        ),
+        ({"macs": 0.5, "importance": lambda _, weight: weight}, "importance: expected finite numbers of at least 0 of"),
         ({"macs": 0.5, "importance": "norm", "kind": "quarter"}, "kind: expected one of"),
         ({"macs": 0.5, "importance": "norm", "granularity": "taps"}, "granularity: expected one of"),
-        (
-            {"macs": 0.5, "importance": "norm", "skip": ["conv"]},
-            "skip: expected names of the model's modules, got 'conv'",
-        ),
+        ({"macs": 0.5, "importance": "norm", "skip": ["conv"]}, "skip: expected names of the model's modules, got 'co"),
         (
             {"macs": 0.5, "importance": lambda name, weight: torch.full((len(weight), 5), torch.inf)},
             r"importance: expected finite numbers .* for '0', got shape \(6, 5\), from inf to inf",
@@ -540,10 +420,7 @@ def test_latency(monkeypatch: pytest.MonkeyPatch) -> None:
             {"macs": 0.5, "batches": batches(), "loss": lambda out, _: torch.nan * out.sum()},
             "batches: expected some for which all gradients of the loss are finite, got none",
         ),
-        (
-            {"macs": 0.5, "batches": [(X[:, :, 5:], torch.zeros(2))]},
-            "batches: expected inputs of the model and targets of the loss, got ",
-        ),
+        ({"macs": 0.5, "batches": [(X[:, :, 5:], torch.zeros(2))]}, "batches: expected inputs of the model and tar"),
         ({"macs": 0.5, "importance": "norm", "round_to": 0}, "round_to: expected at least 1, got 0"),
         ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
         ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
@@ -577,9 +454,11 @@ def test_weights_that_are_not_finite() -> None:
 
 
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 4))
     monkeypatch.setattr(shrink, "compact", timed(0.25))
     optimizer = torch.optim.SGD((model := network("plain")).parameters(), lr=0.1)
-    _, cheapest = sparsity.shrink_to(network("plain"), X, latency=0.2501 + 0.75 * 0.0063, importance="norm")
+    how: Any = {"importance": "norm", "round_to": 1}
+    _, cheapest = sparsity.shrink_to(network("plain"), X, latency=0.2501 + 0.75 * 0.0063, **how)
     assert cheapest.latency_after is not None
     message = f"latency: expected at least {1.0005 * cheapest.latency_after:.4g}, the least reached, got 0.2"
     with pytest.raises(ValueError, match=message):
