@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from loco_ext import sparsity
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet
 from tests.compaction.cases import Network, compacted, sizes_of, strike
 
@@ -72,10 +71,3 @@ def test_classes_that_meet_twice_in_one_union_become_one() -> None:
     sets.new(6)
     sets.unite([5, 5, 3], [2, 3, 3])
     assert sets.roots(range(6)).tolist() == [0, 1, 2, 2, 4, 2]
-
-
-def test_notes_of_one_reason_are_one_line() -> None:
-    notes = dict.fromkeys((f"softmax_{i}" for i in range(6)), "all channels are kept: unknown")
-    text = str(sparsity.Report(notes={**notes, "cat": "all channels are kept: hooks"}))
-    assert "6 operations (softmax_0, softmax_1, softmax_2, softmax_3, ...): all channels are kept: unknown\n" in text
-    assert "cat: all channels are kept: hooks\n" in text

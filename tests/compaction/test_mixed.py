@@ -12,7 +12,6 @@ from loco_ext import sparsity
 from loco_ext.ops import backends, mixed_conv2d
 from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution
-from loco_ext.sparsity.compaction.fusion import Epilogue
 from tests.compaction.cases import Network, same
 from tests.covering import covering, slow
 
@@ -246,20 +245,6 @@ def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch
         (6, 8, 3, 3): {(True, True)},
         (6, 6, 1, 1): {(False, False)},
     }
-
-
-def test_what_follows_a_layer_is_in_its_time() -> None:
-    module = nn.Conv2d(3, 4, 3, padding=1)
-    x = torch.randn(2, 3, 5, 6)
-    other, box = torch.randn(2, 4, 5, 6), ((0, 3), (0, 3))
-    for mixed in (False, True):
-        for then in (Epilogue(relu=True), Epilogue(sum=True), Epilogue(sum=True, relu=True)):
-            convolution = Convolution(module, module.weight, module.bias, 3, False, then)
-            network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, mixed)], False)
-            expected = module(x) + other if then.sum else module(x)
-            with torch.no_grad():
-                result = network(x, other) if then.sum else network(x)
-            torch.testing.assert_close(result, expected.relu() if then.relu else expected)
 
 
 @pytest.mark.usefixtures("later_is_faster")

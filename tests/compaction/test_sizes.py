@@ -15,7 +15,6 @@ from torch.nn import functional
 from loco_ext import sparsity
 from loco_ext.fx.sizes import Inference
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
-from loco_ext.sparsity.compaction.graph import annotated_graph, record
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from tests.compaction.cases import Network, Two, compacted, same, strike
 from tests.covering import slow
@@ -303,25 +302,6 @@ def test_images_without_a_batch(name: str) -> None:
 
 
 # The tests below check what is demanded of sizes, and which sizes are tried.
-
-
-def test_sizes_that_are_said_to_be_numbers_or_the_same_are_so_for_every_input() -> None:
-    for seed in range(16):
-        torch.manual_seed(seed)
-        model, (shape, *others) = random_model(seed)
-        if not takes(model.double().eval(), *images(shape)):
-            continue
-        traced = annotated_graph(model, *images(shape))
-        sizes = Inference(traced)
-        for other in images(*others):
-            if takes(model, other):
-                record(traced, other)
-                found: dict[Any, int] = {}
-                for node in traced.graph.nodes:
-                    lengths = node.meta.get("shape", ())
-                    for size, length in zip(sizes.of(node) if lengths else (), lengths, strict=True):
-                        assert size.number in (None, length), node
-                        assert found.setdefault(size, length) == length, node
 
 
 def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> None:

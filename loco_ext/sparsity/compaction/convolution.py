@@ -274,5 +274,6 @@ def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
         source = graph.call_function(F.pad, (source, outward), {"mode": "constant" if mode == "zeros" else mode})
     if any(p < 0 for axis in pads for p in axis):
         spans = [slice(max(-lower, 0) or None, min(upper, 0) or None) for lower, upper in pads]
-        source = graph.call_function(operator.getitem, (source, (..., *spans)))  # a view
+        place: Any = (..., *spans)
+        source = graph.call_function(operator.getitem, (source, place))  # a view
     return source

@@ -410,7 +410,6 @@ def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_it
         ({"macs": 0.5, "importance": "size"}, "importance: expected one of 'taylor', 'norm', got 'size'"),
         ({"macs": 0.5, "importance": lambda _, weight: weight}, "importance: expected finite numbers of at least 0 of"),
         ({"macs": 0.5, "importance": "norm", "kind": "quarter"}, "kind: expected one of"),
-        ({"macs": 0.5, "importance": "norm", "granularity": "taps"}, "granularity: expected one of"),
         ({"macs": 0.5, "importance": "norm", "skip": ["conv"]}, "skip: expected names of the model's modules, got 'co"),
         (
             {"macs": 0.5, "importance": lambda name, weight: torch.full((len(weight), 5), torch.inf)},
@@ -446,11 +445,13 @@ def test_a_loss_that_is_none(loss: Any, message: str) -> None:
         sparsity.shrink_to(network("plain"), X, macs=0.5, batches=batches(), loss=loss)
 
 
-def test_weights_that_are_not_finite() -> None:
+def test_weights_that_are_not_finite_and_nothing_that_can_be_removed() -> None:
     model = network("plain")
     model[4].weight.data[0] = torch.nan  # type: ignore[index]
-    with pytest.raises(ValueError, match="model: expected finite weights, got others in '4'"):
-        sparsity.shrink_to(model, X, macs=0.5, importance="norm")
+    message = "model: expected convolutions or linear layers that can be made smaller"
+    for each, said in ((model, "model: expected finite weights, got others in '4'"), (nn.ReLU(), message)):
+        with pytest.raises(ValueError, match=said):
+            sparsity.shrink_to(each, X, macs=0.5, importance="norm")
 
 
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,9 +495,3 @@ def test_a_budget_below_the_count_is_met_where_compaction_removes_more(share: fl
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=f"macs: expected at least 0.4955, the least reached, got {share}"):
         sparsity.Budget(model, optimizer, example_inputs=X, begin=0, end=6, **options)  # zeros may be trained
-
-
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.Conv2d(3, 4, 1))])
-def test_nothing_that_can_be_removed(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="model: expected convolutions or linear layers that can be made smaller"):
-        sparsity.shrink_to(model, X, macs=0.5, importance="norm")
