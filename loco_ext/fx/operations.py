@@ -67,3 +67,24 @@ def only_user(node: fx.Node) -> fx.Node | None:
 def is_sum(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether the node adds up two terms."""
     return operation(node, modules) == "add" and len(node.args) == 2 and not node.kwargs
+
+
+def axes_in_order(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[int]:
+    """Return the source's axis for each axis of a permutation's result; [] for any other node.
+
+    Args:
+        node: node with the shape of its result in its meta.
+        modules: the graph's modules, by name.
+    """
+    name, args, rank = operation(node, modules), node.args[1:], len(node.meta["shape"])
+    given = args[0] if len(args) == 1 else args
+    if name not in ("permute", "transpose") or node.kwargs or not isinstance(given, list | tuple):
+        return []
+    axes = [axis % rank for axis in given if isinstance(axis, int)]
+    if len(axes) < len(given):  # the network computes some of them
+        return []
+    if name == "permute":
+        return axes
+    order = list(range(rank))
+    order[axes[0]], order[axes[1]] = axes[1], axes[0]
+    return order

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.modules import has_forward_hooks, paddings
-from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, operation
+from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, axes_in_order, operation
 from loco_ext.ops.channels import features_beside
 
 _ONE = 0  # represents the number 1 among the unknown sizes, which are numbered from 1
@@ -264,6 +264,8 @@ class Inference:
         if name in KEEPING_SHAPE:
             bounds = [x for x in node.all_input_nodes if x is not first and x in self.sizes]
             return None if name == "clamp" and bounds else call.sizes
+        if axes := axes_in_order(node, self._modules):
+            return tuple(call.sizes[axis] for axis in axes)
         if name in POOLS:
             return _pooled(call, name)
         if name in ADAPTIVE_POOLS:
@@ -435,18 +437,6 @@ def _reduced(call: _Call) -> Sizes | None:
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
 
 
-def _permuted(call: _Call) -> Sizes | None:
-    axes = call.args[0] if call.args and isinstance(call.args[0], list | tuple) else call.args
-    return tuple(call.sizes[axis] for axis in axes) if all(isinstance(axis, int) for axis in axes) else None
-
-
-def _transposed(call: _Call) -> Sizes | None:
-    if len(call.args) != 2 or not all(isinstance(axis, int) for axis in call.args):
-        return None
-    one, other = call.args
-    return _with_size(_with_size(call.sizes, one, call.sizes[other]), other, call.sizes[one])
-
-
 def _unsqueezed(call: _Call) -> Sizes | None:
     if len(call.args) != 1 or not isinstance(call.args[0], int):
         return None
@@ -497,7 +487,7 @@ _LAYER_RULES: dict[str, Rule] = {
 }
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "mean": _reduced, "sum": _reduced, "flatten": _flattened},
-    **{"permute": _permuted, "transpose": _transposed, "unsqueeze": _unsqueezed, "view": _viewed},
+    **{"unsqueeze": _unsqueezed, "view": _viewed},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
 }

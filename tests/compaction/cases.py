@@ -42,8 +42,9 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
             elif isinstance(module, nn.Linear):
                 weight[chance(len(weight), inputs)] = 0
             elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                module.running_mean.normal_(generator=generator)
-                module.running_var.uniform_(0.5, 2, generator=generator)
+                if module.running_mean is not None:
+                    module.running_mean.normal_(generator=generator)
+                    module.running_var.uniform_(0.5, 2, generator=generator)
                 if module.affine:
                     weight.uniform_(0.5, 1.5, generator=generator)
                     module.bias.normal_(generator=generator)

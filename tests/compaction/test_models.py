@@ -74,6 +74,11 @@ def read_outside(net: Network, x: Tensor) -> tuple[Tensor, Tensor]:
     return between("first", "middle", "last")(net, x), net.middle.weight * 2
 
 
+def read_before_its_norm(net: Network, x: Tensor) -> Tensor:
+    y = net.first(x)
+    return net.last(functional.relu(net.norm(y)) + y)
+
+
 def pooled_to_a_pixel(net: Network, x: Tensor) -> Tensor:
     return net.linear(functional.adaptive_avg_pool2d(functional.relu(net.first(x)), 1).view(-1, 8))
 
@@ -93,6 +98,12 @@ NOTED: dict[str, tuple[Callable[..., object], dict[str, nn.Module], dict[str, st
         between("first", "norm", "middle", "norm", "last"),
         {"norm": nn.BatchNorm2d(8, affine=False)},
         {"norm": "more than once"},
+    ),
+    "a layer that its norm and others read": (read_before_its_norm, {"norm": nn.BatchNorm2d(8)}, {}),
+    "a norm of the batch at hand": (
+        between("first", "norm", "last"),
+        {"norm": nn.BatchNorm2d(8, track_running_stats=False)},
+        {},
     ),
     "hooks that see channels": (between("first", "relu", "last"), {"relu": adding()}, {"relu": "hooks"}),
     "names that new layers would have": (

@@ -107,67 +107,45 @@ def parts(dims: int) -> dict[str, nn.Module | Tensor]:
     }
 
 
-def tokens(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Return a model that turns patches of images into tokens ``(N, T, C)``, and shapes of inputs."""
-
-    def function(net: Any, x: Tensor) -> Tensor:
-        t = functional.relu(net.patches(functional.relu(net.first(x)))).flatten(2).transpose(1, 2)
-        for operation in operations:
-            t = operation(net, t)
-        return net.head(t.mean(1)) if mean else net.head(t)
-
-    mean = choose.random() < 0.5
-    stride = choose.choice([2, 3])
-    layers = {**parts(2), "patches": nn.Conv2d(8, 8, stride, stride), "head": nn.Linear(8, 5)}
-    layers["row"] = nn.Parameter(torch.randn(1, 1, 8))
-    size = choose.choice([(4 * stride, 2 * stride), (3 * stride, 4 * stride)])  # as many tokens as channels, or more
-    return Network(function, **layers), [(2, 3, *size), (1, 3, 13, 14), (3, 3, 12, 6), (4, 3, 9, 17)]
+def layer(name: str) -> Operation:
+    """Return a layer of the network and a ReLU."""
+    return lambda net, t: functional.relu(getattr(net, name)(t))
 
 
-def time(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Return a model of sequences ``(N, C, T)``, sometimes ``(N, T, C)`` in between, and shapes of inputs."""
-
-    def function(net: Any, x: Tensor) -> Tensor:
-        y = functional.relu(net.first(x))
-        for operation in operations[:2]:
-            y = operation(net, y)
-        if inside:
-            for operation in inside:
-                y = operation(net, y.transpose(1, 2)).transpose(1, 2)
-        for operation in operations[2:]:
-            y = operation(net, y)
-        return net.last(y)
-
-    inside = choose.sample([*ALONG_1.values(), *OF_CHANNELS.values()], choose.choice([0, 2]))
-    length = choose.choice([8, 16, 21])
-    return Network(function, **parts(1)), [(2, 3, length), (1, 3, 24), (3, 3, 17), (5, 3, 30)]
-
-
-def nhwc(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Return a model whose images are ``(N, H, W, C)`` between two convolutions, and shapes of inputs."""
-
-    def function(net: Any, x: Tensor) -> Tensor:
-        y = functional.relu(net.wide(functional.relu(net.first(x)))).permute(0, 2, 3, 1)
-        for operation in operations:
-            y = operation(net, y)
-        if across:
-            y = across(net, y.transpose(1, 2)).transpose(1, 2)
-        return net.last(functional.relu(net.middle(y.permute(0, 3, 1, 2))))
-
-    across = choose.choice([None, *ALONG_1.values()])
-    size = choose.choice([(6, 6), (14, 8), (9, 12)])  # images are two pixels larger there: with 6, as many as channels
-    return Network(function, **parts(2)), [(2, 3, *size), (1, 3, 13, 11), (3, 3, 8, 14), (2, 3, 17, 9)]
+def across(operation: Operation) -> Operation:
+    """Return an operation along axis 2 instead of 1."""
+    return lambda net, t: operation(net, t.transpose(1, 2)).transpose(1, 2)
 
 
 def random_model(seed: int) -> tuple[Network, Sequence[tuple[int, ...]]]:
     """Return a model, and shapes of inputs, of which the first is the example's."""
-    choose = random.Random(seed)
-    make, operations = (
-        (tokens, [*ALONG_1.values(), *OF_CHANNELS.values()]),
-        (time, [*OF_TIME.values()]),
-        (nhwc, [*ALONG_1.values(), *OF_CHANNELS.values()]),
-    )[seed % 3]
-    return make(choose.sample(operations, choose.choice([1, 2, 3, 4])), choose)
+    choose, of_tokens = random.Random(seed), [*ALONG_1.values(), *OF_CHANNELS.values()]
+    some = choose.sample([*OF_TIME.values()] if seed % 3 == 1 else of_tokens, choose.choice([1, 2, 3, 4]))
+    if seed % 3 == 0:  # patches of images become tokens (N, T, C): as many as channels, or more
+        stride = choose.choice([2, 3])
+        layers = {**parts(2), "patches": nn.Conv2d(8, 8, stride, stride), "head": nn.Linear(8, 5)}
+        layers["row"] = nn.Parameter(torch.randn(1, 1, 8))
+        mean = choose.choice([[], [lambda net, t: t.mean(1)]])
+        steps = [layer("first"), layer("patches"), lambda net, t: t.flatten(2).transpose(1, 2), *some, *mean]
+        last, sizes = "head", [(13, 14), (12, 6), (9, 17)]
+        size = choose.choice([(4 * stride, 2 * stride), (3 * stride, 4 * stride)])
+    elif seed % 3 == 1:  # sequences (N, C, T), sometimes (N, T, C) in between
+        layers, last, sizes = parts(1), "last", [(24,), (17,), (30,)]
+        steps = [layer("first"), *some[:2], *map(across, choose.sample(of_tokens, choose.choice([0, 2]))), *some[2:]]
+        size = (choose.choice([8, 16, 21]),)
+    else:  # images (N, H, W, C) between two convolutions, two pixels larger there: with 6, as many as channels
+        layers, last, sizes = parts(2), "last", [(13, 11), (8, 14), (17, 9)]
+        moved = choose.choice([[], *([across(operation)] for operation in ALONG_1.values())])
+        steps = [layer("first"), layer("wide"), lambda net, y: y.permute(0, 2, 3, 1), *some, *moved]
+        steps += [lambda net, y: y.permute(0, 3, 1, 2), layer("middle")]
+        size = choose.choice([(6, 6), (14, 8), (9, 12)])
+
+    def function(net: Network, x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(net, x)
+        return getattr(net, last)(x)
+
+    return Network(function, **layers), [(n, 3, *each) for n, each in zip((2, 1, 3, 4), (size, *sizes), strict=True)]
 
 
 def check_random(seed: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from loco_ext.fx.modules import is_hooked, owners
-from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, only_user, operation
+from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, axes_in_order, only_user, operation
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 
@@ -152,7 +152,7 @@ class GraphInfo:
         if self._is_of_last_axis(node):
             return dims - 1
         if info.role is Role.PERMUTE:
-            return self._axes_in_order(node).index(self._axes[info.sources[0]])
+            return axes_in_order(node, self.modules).index(self._axes[info.sources[0]])
         if info.role is Role.JOIN:
             return max(self._axes[source] - rank(source) for source in info.sources) + dims
         if node.op == "get_attr":
@@ -181,7 +181,7 @@ class GraphInfo:
             return Role.CAT if _is_cat_of_channels(node) and all(self.axis(x) == 1 for x in sources) else Role.OTHER
         if not node.args or node.args[0] is not source or len(sources) > 1:
             return Role.OTHER
-        if self._axes_in_order(node):
+        if axes_in_order(node, self.modules):
             return Role.PERMUTE
         if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1:
             return Role.PER_CHANNEL
@@ -261,21 +261,6 @@ class GraphInfo:
         plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"}
         along_1 = dims > 1 and self.axis(source) == 1
         return plain and along_1 and self.channels(source) is not None and axis in (1, 1 - dims)
-
-    def _axes_in_order(self, node: fx.Node) -> list[int]:
-        """Return the source's axis for each axis of a permutation's result; [] for any other node."""
-        name, args = operation(node, self.modules), node.args[1:]
-        given: Any = args[0] if len(args) == 1 else args
-        if name not in ("permute", "transpose") or node.kwargs or not isinstance(given, list | tuple):
-            return []
-        if not all(isinstance(axis, int) for axis in given):
-            return []
-        axes = [axis % rank(node) for axis in given]
-        if name == "permute":
-            return axes
-        order = list(range(rank(node)))
-        order[axes[0]], order[axes[1]] = axes[1], axes[0]
-        return order
 
 
 def rank(node: fx.Node) -> int:

@@ -115,11 +115,11 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
     "a norm of fewer tokens than features": (between(nn.BatchNorm1d(5)), torch.randn(3, 5, 8), 0.8),
     "a norm of as many": (between(nn.BatchNorm1d(12)), torch.randn(3, 12, 8), 0.8),
     "a split": (
-        Network(split, first=conv(3, 16), one=conv(8, 8), other=conv(8, 8), last=conv(16, 10)),
+        Network(split, first=conv(3, 16), one=conv(8, 8), other=conv(8, 8), last=conv(16, 10, 0)),
         IMAGES_OF_8,
         0.3,
     ),
-    "unread": (Network(unread, first=conv(3, 16), last=conv(16, 10), unread=nn.Conv2d(16, 10, 1)), IMAGES_OF_8, 0.5),
+    "unread": (Network(unread, first=conv(3, 16), last=conv(16, 10, 0), unread=nn.Conv2d(16, 10, 1)), IMAGES_OF_8, 0.5),
 }
 
 
@@ -347,22 +347,22 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
-@pytest.mark.parametrize("together", [8, slow(1)])
+@pytest.mark.parametrize(("together", "share"), [(8, 0.45), slow((1, 0.6))])
 def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
-    monkeypatch: pytest.MonkeyPatch, together: int
+    monkeypatch: pytest.MonkeyPatch, together: int, share: float
 ) -> None:
-    """Kernels that compute several channels together, in place of what compaction measures."""
+    """Kernels compute several channels together, in place of what compaction measures; the first guess is wrong."""
     model = models.small_cnn(3, 4, 9, width=0.5).eval()
     filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
-    how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
+    how: Any = {"latency": share, "importance": "norm", "granularity": "filters"}
     monkeypatch.setattr(shrink, "ROUNDINGS", (1, 8))
     monkeypatch.setattr(shrink, "compact", timed(0.1, together))
     lost = {}
     for round_to in (None, 1, 8):
         smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
         assert report.latency_after is not None
-        assert report.latency_after <= 0.6
+        assert report.latency_after <= share
         widths = [m.out_channels for m in smaller.modules() if isinstance(m, nn.Conv2d)]
         kept = [float(part[:width].sum()) for part, width in zip(parts, widths, strict=True)]
         lost[round_to] = -sum(map(math.log, kept))
