@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,63 +180,55 @@ def live(channels: int = 3, kernels: int = 8) -> nn.Conv2d:
 
 
 SHAPES = ((1, 3, 6, 5), (3, 3, 6, 5), (2, 3, 9, 8), (4, 3, 1, 1))
-ONE, PIXEL, SMALL = (1, 3, 6, 5), (2, 3, 1, 1), (2, 3, 2, 4)  # shapes of the example
-A_MAP, A_VECTOR = nn.Parameter(torch.randn(1, 8, 6, 5)), nn.Parameter(torch.randn(1, 8, 1, 1))
-BROADCASTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], dict[str, nn.Module | Tensor]]] = {
-    "a dead branch and a map of parameters": (lambda net, x: net.last(net.dead(x) + net.map), ONE, {"map": A_MAP}),
-    "a dead branch times a map": (lambda net, x: net.last(net.map * net.dead(x)), ONE, {"map": A_MAP.detach()}),
-    "a map of one pixel": (lambda net, x: net.last(functional.relu(net.first(x)) + net.map), PIXEL, {"map": A_MAP}),
+ONE, PIXEL = (1, 3, 6, 5), (2, 3, 1, 1)  # shapes of the example
+BROADCASTS: dict[str, tuple[tuple[int, ...], Operation]] = {
+    "a dead branch and a map of parameters": (ONE, lambda net, x: net.last(net.dead(x) + net.map)),
+    "a dead branch times a map": (ONE, lambda net, x: net.last(net.fixed_map * net.dead(x))),
+    "a map of one pixel": (PIXEL, lambda net, x: net.last(functional.relu(net.first(x)) + net.map)),
     "a dead branch and a gate of one pixel": (
-        lambda net, x: net.last(net.dead(x) * torch.sigmoid(net.first(functional.adaptive_avg_pool2d(x, 1)))),
         PIXEL,
-        {},
+        lambda net, x: net.last(net.dead(x) * torch.sigmoid(net.first(functional.adaptive_avg_pool2d(x, 1)))),
     ),
     "a live branch, added up with a gate": (
-        lambda net, x: net.last(
-            functional.relu(net.first(x)) + functional.relu(net.gate(x.mean((2, 3), keepdim=True)))
-        ),
         PIXEL,
-        {},
+        lambda net, x: net.last(functional.relu(net.first(x)) + functional.relu(net.gate(x.mean((2, 3), True)))),
     ),
     "a gate that is a view": (
-        lambda net, x: net.last(net.first(x) * net.linear(x.mean((2, 3))).view(x.size(0), 8, 1, 1)),
         PIXEL,
-        {"linear": nn.Linear(3, 8)},
+        lambda net, x: net.last(net.first(x) * net.linear(x.mean((2, 3))).view(x.size(0), 8, 1, 1)),
     ),
     "a dead branch and what all samples have": (
+        ONE,
         lambda net, x: net.last(net.dead(x) + net.first(x).mean(0, keepdim=True)),
-        ONE,
-        {},
     ),
-    "one sample's gate": (lambda net, x: net.last(net.first(x) * net.gate(x[:1])), ONE, {}),
+    "one sample's gate": (ONE, lambda net, x: net.last(net.first(x) * net.gate(x[:1]))),
     "parameters of channels": (
-        lambda net, x: net.last(functional.relu(net.first(x) * net.scale + net.shift) + net.dead(x) * net.shift[0]),
         ONE,
-        {"scale": torch.randn(8, 1, 1), "shift": A_VECTOR},
+        lambda net, x: net.last(functional.relu(net.first(x) * net.scale + net.shift) + net.dead(x) * net.shift[0]),
     ),
     "parameters of pixels": (
-        lambda net, x: net.last((net.first(x) + net.pixels + net.dead(x)) * net.one + 2 - net.number),
         ONE,
-        {"pixels": torch.randn(1, 1, 6, 5), "one": torch.ones(1, 1, 1, 1), "number": torch.tensor(3.0)},
+        lambda net, x: net.last((net.first(x) + net.pixels + net.dead(x)) * net.one + 2 - net.number),
     ),
     "as many features as pixels": (
+        (2, 3, 2, 4),
         lambda net, x: net.dead(x).flatten(2) + net.first(x).flatten(2).mean(2, keepdim=True),
-        SMALL,
-        {},
     ),
     "written in place": (
-        lambda net, x: net.last(net.first(x).mul_(net.map).add_(net.dead(x).mean((2, 3), keepdim=True))),
         ONE,
-        {"map": A_MAP.detach()},
+        lambda net, x: net.last(net.first(x).mul_(net.fixed_map).add_(net.dead(x).mean((2, 3), keepdim=True))),
     ),
 }
 
 
 def broadcasting(name: str) -> tuple[Network, tuple[int, ...]]:
     """Return a network, and the shape of the example."""
-    function, example, own = BROADCASTS[name]
-    layers = {"dead": dead(), "first": live(), "gate": live(), "last": live(8, 4)}
-    return Network(function, **layers, **copy.deepcopy(own)), example
+    example, function = BROADCASTS[name]
+    layers = {"dead": dead(), "first": live(), "gate": live(), "last": live(8, 4), "linear": nn.Linear(3, 8)}
+    parameters = {"map": nn.Parameter(torch.randn(1, 8, 6, 5)), "shift": nn.Parameter(torch.randn(1, 8, 1, 1))}
+    buffers = {"fixed_map": torch.randn(1, 8, 6, 5), "scale": torch.randn(8, 1, 1), "pixels": torch.randn(1, 1, 6, 5)}
+    numbers = {"one": torch.ones(1, 1, 1, 1), "number": torch.tensor(3.0)}
+    return Network(function, **layers, **parameters, **buffers, **numbers), example
 
 
 @pytest.mark.parametrize("name", BROADCASTS)

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two
-from tests.covering import covering, slow
+from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
 X = torch.zeros(2, *IMAGE)
@@ -347,27 +348,41 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
-@pytest.mark.parametrize(("together", "share"), [(8, 0.45), slow((1, 0.6))])
+def test_the_best_of_the_first_two_that_are_found_is_taken() -> None:
+    def search(lost: float | None) -> Any:
+        def find(target: float) -> shrink.Found:
+            if lost is None:
+                raise shrink.UnreachableError("none")
+            return shrink.Found(nn.ReLU(), sparsity.Report(), lost, problem)  # type: ignore[arg-type]
+
+        problem: Any = SimpleNamespace(round_to=1, lost=lambda sizes: sizes)
+        return SimpleNamespace(search=find, problem=problem)
+
+    assert shrink.best((search(lost), 0.5) for lost in (None, 2.0, 1.0, 0.5)).sizes == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [1, 4])
 def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
-    monkeypatch: pytest.MonkeyPatch, together: int, share: float
+    monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     """Kernels compute several channels together, in place of what compaction measures; the first guess is wrong."""
-    model = models.small_cnn(3, 4, 9, width=0.5).eval()
+    model = models.small_cnn(3, 4, 9, width=0.25).eval()
     filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
-    how: Any = {"latency": share, "importance": "norm", "granularity": "filters"}
-    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 8))
+    how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
+    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 4))
     monkeypatch.setattr(shrink, "compact", timed(0.1, together))
     lost = {}
-    for round_to in (None, 1, 8):
+    for round_to in (None, 1, 4):
         smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
         assert report.latency_after is not None
-        assert report.latency_after <= share
+        assert report.latency_after <= 0.6
         widths = [m.out_channels for m in smaller.modules() if isinstance(m, nn.Conv2d)]
         kept = [float(part[:width].sum()) for part, width in zip(parts, widths, strict=True)]
         lost[round_to] = -sum(map(math.log, kept))
     assert lost.pop(None) == min(lost.values())
-    assert (lost[8] < lost[1]) == (together > 1)
+    assert (lost[4] < lost[1]) == (together > 1)
 
 
 def test_a_network_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +480,7 @@ def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.M
     with pytest.raises(ValueError, match=message):
         sparsity.shrink_to(network("plain"), X, latency=0.2, importance="norm")
     with pytest.raises(ValueError, match=message):
-        sparsity.Budget(model, optimizer, example_inputs=X, latency=0.2, begin=0, end=3)
+        sparsity.Budget(model, optimizer, example_inputs=X, latency=0.2, begin=0, end=3, round_to=1)
 
 
 def test_the_least_that_is_named_can_be_reached() -> None:
