@@ -28,7 +28,7 @@ def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("seeds", [range(30, 34), slow(range(34, 54))], ids=str)
+@pytest.mark.parametrize("seeds", [range(30, 34), slow(range(34, 44))], ids=str)
 @pytest.mark.parametrize("way", [any_way, mixed])
 def test_any_choice_gives_the_same_outputs(
     choosing: Callable[[Choose], None], way: Choose, seeds: range, memory_format: torch.memory_format
@@ -48,7 +48,8 @@ def test_any_choice_gives_the_same_outputs(
                 same(network, model, *inputs)
             if memory_format is torch.contiguous_format and dims > 1:
                 assert [node.target for node in network.graph.nodes][1] == "clone"
-                assert [network(x).stride() for x in inputs] == [y.stride() for y in expected]
+                outputs = [(network(x), y) for x, y in zip(inputs, expected, strict=True) if y.is_contiguous()]
+                assert all(result.stride() == y.stride() for result, y in outputs)
 
 
 @pytest.mark.parametrize("channels_last", [False, slow(True)])
