@@ -7,7 +7,9 @@ from loco_ext import ops
 from loco_ext.ops import block_sparse
 from tests.block_sparse.cases import CASES, make_problem
 
-PROBLEM = make_problem(CASES["odd groups"], torch.float32)  # 5 samples, 6 pixels to 5, 3 groups of 5 channels to 7
+with torch.random.fork_rng():
+    torch.manual_seed(0)  # names of tests have sizes of the problem, which must be those of other processes
+    PROBLEM = make_problem(CASES["odd groups"], torch.float32)  # 5 samples, 6 pixels to 5, 3 groups of 5 channels to 7
 X, VALUES, BIAS, GRAD = PROBLEM.operands(torch.float32)
 NNZ = PROBLEM.pattern.nnz
 

@@ -85,7 +85,7 @@ def test_tf32_where_convolutions_use_it(name):
 @pytest.mark.parametrize(
     ("name", "layout", "dtype"),
     pairs(["convolution", "odd groups", "depthwise", "100 channels"], LAYOUTS, FLOATS),
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_any_layout(name, layout, dtype):
     problem = make_problem(EVERY[name], dtype)
