@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
+from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
-from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.evaluation import device_of, measuring
 
 METHODS = ("linear", "string", "outputs")
@@ -189,10 +189,7 @@ def _check_alike(first: nn.Module, second: nn.Module) -> None:
         )
         if got != expected:
             raise ValueError(f"second: expected parameters and buffers as in first, got {got} for {expected} in {name}")
-    layers, twins = (
-        {name: module for name, module in model.named_modules() if isinstance(module, LocallyConnectedNd)}
-        for model in (first, second)
-    )
+    layers, twins = map(layers_of_blocks, (first, second))
     for (name, layer), twin in zip(layers.items(), twins.values(), strict=True):
         pattern, other = layer.pattern.to("cpu"), twin.pattern.to("cpu")
         if not (

@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from loco_ext.argument_checks import check_choice, check_module
-from loco_ext.nn.locally_connected import LocallyConnectedNd
+from loco_ext.geometry import BlockPattern
+
+
+def layers_of_blocks(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that have a pattern of blocks, by name: locally connected layers, and a user's own."""
+    modules = dict(model.named_modules())
+    return {name: m for name, m in modules.items() if isinstance(getattr(m, "pattern", None), BlockPattern)}
 
 
 @contextmanager
@@ -35,7 +42,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     """
     check_module("model", model)
     check_choice("kept", kept, ("local", "off-local"))
-    layers = [module for module in model.modules() if isinstance(module, LocallyConnectedNd)]
+    layers = list(layers_of_blocks(model).values())
     if not layers:
         raise ValueError("model: expected locally connected layers in it, got none")
     for layer in layers:

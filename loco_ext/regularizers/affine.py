@@ -261,8 +261,12 @@ def _item(call: AffineCall) -> Any:
     source, places = call.args
     if isinstance(source, Tensor):
         each = places if isinstance(places, tuple) else (places,)
-        indexed = sum(place is not None and place is not ... for place in each)
-        if (each[0] is not ... and each[0] != slice(None)) or indexed > source.dim() - (each[0] is ...):
+        if each[0] is ...:
+            behind = [place for place in each[1:] if place is not None]
+            masks = [place for place in behind if isinstance(place, Tensor) and place.dtype == torch.bool]
+            axes = len(behind) + sum(mask.dim() - 1 for mask in masks)
+            each = behind if axes == source.dim() else (slice(None),)
+        if each[0] != slice(None):
             raise call.refuse_axis()
     return source[places]
 

@@ -199,7 +199,7 @@ def frontier(
     definition: dict[str, Any] = {
         "penalty": list(settings),
         "strengths": None if strengths is None else sorted(map(float, strengths)),
-        **{"points": points, "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
+        **{"points": int(points), "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
         **({"folded": True} if folded else {}),
     }
     with nullcontext() if folder is None else owned(folder):

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss
 
-from loco_ext import analysis, optim
+from loco_ext import analysis, geometry, optim
 from loco_ext import nn as loco_nn
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -207,6 +207,24 @@ def test_masked_blocks_are_zero_inside_of_the_with_alone():
     with pytest.raises(RuntimeError, match="stop"), analysis.only_blocks(model, "local"):
         raise RuntimeError("stop")
     assert torch.equal(layer.weight, values)
+
+
+class Blocks(nn.Module):
+    """A user's own layer of blocks."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.pattern, self.weight = pattern, nn.Parameter(torch.ones(pattern.nnz, 1, 1, 1))
+
+
+def test_a_users_own_layers_of_blocks_are_masked_and_compared():
+    pattern, _ = geometry.BlockPattern.from_conv(5, kernel_size=3, padding=1).grow(1)
+    layer = Blocks(pattern)
+    with analysis.only_blocks(nn.Sequential(nn.ReLU(), layer), "off-local"):
+        assert torch.equal(layer.weight.flatten() == 0, pattern.local_mask())
+    one, other = (geometry.BlockPattern(torch.arange(3), torch.tensor(columns), n_in=2) for columns in ([0, 1], [1, 0]))
+    with pytest.raises(ValueError, match="second: expected the blocks of first, got others in the model"):
+        analysis.interpolate(Blocks(one), Blocks(other), 3)
 
 
 def test_masked_layers_may_change_their_dtype_but_not_their_blocks():

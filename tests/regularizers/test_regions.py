@@ -315,6 +315,17 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x[..., :, 1:], lambda x: x.view(-1, 2, 2)[..., :, :, 0], lambda x: x[..., None, 1]],
+    ids=["every sample", "every sample and channel", "a new axis"],
+)
+def test_indices_behind_an_ellipsis_may_name_all_axes(function):
+    features = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).expand(3, 4)
+    expected = function(features).flatten(1).amin(1)
+    assert torch.equal(regularizers.region_radius(Mixing(function), features, 2), expected)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_to_be_piecewise_linear_is_refused(name):
     model, said = REFUSED[name]

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,7 +290,7 @@ def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
 @pytest.mark.parametrize(("path", "calls"), covering(["dense", "up", "down"], [0, 3, 5], strength=1), ids=str)
 def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, calls):
     task = Regression(steps=10)
-    options = {"loss": task.loss, "points": 4, "path": path, "taus": [0.0, 0.01]}
+    options = {"loss": task.loss, "points": np.int64(4), "path": path, "taus": [0.0, 0.01]}
     whole = task.frontier(RingPenalty(1.0), **options, folder=tmp_path / "whole")
     left, fit = iter(range(calls)), task.fit
 
