@@ -260,7 +260,7 @@ def _permuted(call: AffineCall) -> Tensor:
 def _item(call: AffineCall) -> Any:
     source, places = call.args
     if isinstance(source, Tensor):
-        each = places if isinstance(places, tuple) else (places,)
+        each: Any = places if isinstance(places, tuple) else (places,)
         if each[0] is ...:
             behind = [place for place in each[1:] if place is not None]
             masks = [place for place in behind if isinstance(place, Tensor) and place.dtype == torch.bool]
