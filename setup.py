@@ -73,14 +73,12 @@ NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=h
 ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
 ROOT = Path(__file__).parent.resolve()
-# Sources of the CUDA library beside its .cu files; those without "cuda" in their name are in both libraries.
-CUDA_SOURCES = (
-    *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp"),
-    *("optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp", "optim_step/step_args.cpp"),
-    *("ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
+# Sources of both libraries. Those with "cuda" in their name are only in the CUDA library, all others only in the other.
+SHARED_SOURCES = (
+    "common/overlap.cpp",
+    *(f"optim_step/{name}.cpp" for name in ("gather", "gpu_table", "step_args")),
+    "ring_prox/gpu_table.cpp",
 )
-
-
 # Sources that are compiled once per instruction set (csrc/common/capability.h): as they are, and for each of these.
 CAPABILITY_SOURCES = {
     "common/convert.cpp": ("AVX2", "AVX512"),
@@ -102,11 +100,10 @@ CAPABILITY_FILES = {
 }
 
 
-def cpu_sources() -> list[str]:
-    """Return the C++ files below csrc that are not only for GPUs, and the CAPABILITY_FILES, relative to this file."""
-    gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "device" in name}
-    files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
-    return sorted(f"csrc/{name}" for name in files - gpu_only) + list(CAPABILITY_FILES)
+def sources(pattern: str, cuda: bool) -> list[str]:
+    """Return the files below csrc that match a pattern and are for CUDA, or not, relative to this file."""
+    found = (ROOT / "csrc").rglob(pattern)
+    return sorted(str(path.relative_to(ROOT)) for path in found if ("cuda" in path.name) == cuda)
 
 
 def write_capability_files() -> None:
@@ -116,12 +113,6 @@ def write_capability_files() -> None:
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-
-
-def cuda_sources() -> list[str]:
-    """CUDA_SOURCES and every .cu file below csrc."""
-    kernels = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu"))
-    return [f"csrc/{name}" for name in CUDA_SOURCES] + kernels
 
 
 def missing_for_cuda() -> list[str]:
@@ -164,7 +155,7 @@ def cuda_extension() -> CUDAExtension:
     architectures = os.environ["TORCH_CUDA_ARCH_LIST"]
     return CUDAExtension(
         "loco_ext._C_cuda",
-        sources=cuda_sources(),
+        sources=[f"csrc/{name}" for name in SHARED_SOURCES] + sources("*.cpp", cuda=True) + sources("*.cu", cuda=True),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("USE_CUDA", None), ("LOCO_CUDA_ARCHITECTURES", f'"{architectures}"')],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
@@ -188,7 +179,7 @@ os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
 extensions = [
     CppExtension(
         "loco_ext._C",
-        sources=cpu_sources(),
+        sources=sources("*.cpp", cuda=False) + list(CAPABILITY_FILES),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("LOCO_ALL_CAPABILITIES", None)] if X86 else [],
         extra_compile_args={"cxx": CXX_FLAGS},

@@ -1,4 +1,4 @@
-// Schemas of all operators.
+// Schemas of all operators, and their implementations for CUDA tensors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -66,5 +66,13 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
 
 #undef LOCO_STEP_ARGS
 #undef LOCO_AGAIN_ARGS
+
+// Register the operators' implementations for CUDA tensors.
+namespace optim_step {
+void implement_cuda(torch::stable::detail::StableLibrary& library);
+}
+namespace ring_prox {
+void implement_cuda(torch::stable::detail::StableLibrary& library);
+}
 
 }  // namespace loco

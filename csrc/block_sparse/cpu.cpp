@@ -13,8 +13,6 @@
 
 #include <cstring>
 
-#include "block_sparse/kernels.h"
-
 namespace loco::block_sparse {
 namespace {
 

@@ -17,8 +17,6 @@
 
 #include <cstring>
 
-#include "block_sparse/kernels.h"
-
 namespace loco::block_sparse {
 LOCO_KERNELS_BEGIN
 

@@ -17,7 +17,7 @@ struct Elements {
   using Arithmetic = A;
   using Vec = typename A::Vec;
   using Acc = T;
-  using Storage = std::conditional_t<type == DType::bf16 || type == DType::f16, uint16_t, Acc>;
+  using Storage = Stored<type>;
   static constexpr bool kPlain = std::is_same_v<Storage, Acc>;
   using Square = std::conditional_t<kPlain, typename A::Square, PlainSquare>;
   // Vectors in a tile. Half precision, too, takes a whole cache line where there are registers for that.
@@ -47,11 +47,7 @@ struct Elements {
     } else {
       Acc wide[vectors * A::kWidth];
       LOCO_UNROLL for (int j = 0; j < vectors; ++j) A::store(wide + j * A::kWidth, from[j]);
-      if constexpr (whole) {
-        LOCO_UNROLL for (int j = 0; j < vectors; ++j) narrow(wide + j * A::kWidth, at + j * A::kWidth);
-      } else {
-        store(type, wide, at, least(count, vectors * A::kWidth));
-      }
+      store(type, wide, at, whole ? vectors * A::kWidth : least(count, vectors * A::kWidth));
     }
   }
 
@@ -63,14 +59,9 @@ struct Elements {
       return A::load_f16(at);
     } else {
       Acc wide[A::kWidth];
-      for (int i = 0; i < A::kWidth; ++i) wide[i] = bf16_to_float(at[i]);
+      for (int i = 0; i < A::kWidth; ++i) wide[i] = widened<type, Acc>(at[i]);
       return A::load(wide);
     }
-  }
-
-  // A separate function, so that the compiler recognises the loop.
-  __attribute__((noinline)) static void narrow(const Acc* from, Storage* to) {
-    for (int i = 0; i < A::kWidth; ++i) to[i] = type == DType::f16 ? float_to_f16(from[i]) : float_to_bf16(from[i]);
   }
 };
 

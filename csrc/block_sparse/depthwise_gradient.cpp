@@ -9,7 +9,6 @@
 // batch in small parts: in the tensor, pixels are so far apart that the L1 cache would not keep those of more samples
 // until the next row.
 #include "block_sparse/depthwise.h"
-#include "block_sparse/kernels.h"
 
 namespace loco::block_sparse {
 LOCO_KERNELS_BEGIN

@@ -75,20 +75,13 @@ void narrow_samples(const Product& call, int64_t row, int64_t batch, int64_t row
   if constexpr (samples > 1) narrow_samples<M, width, samples - 1>(call, row, batch, rows, group);
 }
 
-template <typename M, int width>
-void narrow_rows(const Product& call, int64_t row, int64_t batch, int64_t rows) {
-  for (int64_t group = 0; group < call.groups; ++group) narrow_samples<M, width>(call, row, batch, rows, group);
-}
-
 // Compute one row of `to` for `rows` samples from `batch` on.
-template <typename M>
+template <typename M, int width = kNarrow>
 void narrow_product(const Product& call, int64_t row, int64_t batch, int64_t rows) {
-  static_assert(kNarrow == 4, "a tile for each width");
-  const auto run = call.width == 1   ? narrow_rows<M, 1>
-                   : call.width == 2 ? narrow_rows<M, 2>
-                   : call.width == 3 ? narrow_rows<M, 3>
-                                     : narrow_rows<M, 4>;
-  run(call, row, batch, rows);
+  if constexpr (width > 1) {
+    if (call.width < width) return narrow_product<M, width - 1>(call, row, batch, rows);
+  }
+  for (int64_t group = 0; group < call.groups; ++group) narrow_samples<M, width>(call, row, batch, rows, group);
 }
 
 LOCO_KERNELS_END

@@ -13,7 +13,6 @@
 // blocks of the next strip.
 #include <cstring>
 
-#include "block_sparse/kernels.h"
 #include "block_sparse/narrow.h"
 #include "block_sparse/panels.h"
 
@@ -124,7 +123,6 @@ class ProductPanel {
     return values_ + index * call_.groups * block_ + at;
   }
 
-  // Add the products of a strip to the sums.
   void add(const Strip& strip, const TileSums<A>& sums, int64_t end) {
     Factors<A> f;
     f.entries = strip.runs, f.steps = strip.steps, f.step_bytes = sizeof(Word);
@@ -262,9 +260,9 @@ void product_range(const Product& call, int64_t begin, int64_t end) {
 #ifdef LOCO_AVX512_BF16
 const ProductKernels products{{{}, {}, {product_items<Pairs<Bf16Pairs>>, product_range<Pairs<Bf16Pairs>>}, {}}};
 #else
-using Half = Converted<Lanes<float>>;
-const ProductKernels products{{{product_items<Plain<Lanes<double>>>, product_range<Plain<Lanes<double>>>},
-                               {product_items<Plain<Lanes<float>>>, product_range<Plain<Lanes<float>>>},
+using Half = Single<Lanes<float>, uint16_t>;
+const ProductKernels products{{{product_items<Single<Lanes<double>>>, product_range<Single<Lanes<double>>>},
+                               {product_items<Single<Lanes<float>>>, product_range<Single<Lanes<float>>>},
                                {product_items<Half>, product_range<Half>},
                                {product_items<Half>, product_range<Half>}}};
 #endif

@@ -115,32 +115,15 @@ __attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Tile
 template <typename A>
 using Tile = void (*)(const Factors<A>&, int64_t, const TileSums<A>&, Ahead*);
 
-template <typename A, int vectors, bool kStepsAdjacent>
-Tile<A> tile_of_rows(int64_t rows) {
-  static_assert(kRows == 6, "a tile for each number of rows");
-  switch (rows) {
-    case 1:
-      return tile<A, 1, vectors, kStepsAdjacent>;
-    case 2:
-      return tile<A, 2, vectors, kStepsAdjacent>;
-    case 3:
-      return tile<A, 3, vectors, kStepsAdjacent>;
-    case 4:
-      return tile<A, 4, vectors, kStepsAdjacent>;
-    case 5:
-      return tile<A, 5, vectors, kStepsAdjacent>;
-    default:
-      return tile<A, 6, vectors, kStepsAdjacent>;
-  }
-}
-
-template <typename A, bool kStepsAdjacent>
+template <typename A, bool kStepsAdjacent, int R = kRows, int V = A::kVectors>
 Tile<A> tile_of(int64_t rows, int64_t vectors) {
-  if constexpr (A::kVectors > 2) {
-    if (vectors == 4) return tile_of_rows<A, 4, kStepsAdjacent>(rows);
-    if (vectors == 3) return tile_of_rows<A, 3, kStepsAdjacent>(rows);
+  if constexpr (R > 1) {
+    if (rows < R) return tile_of<A, kStepsAdjacent, R - 1, V>(rows, vectors);
   }
-  return vectors == 2 ? tile_of_rows<A, 2, kStepsAdjacent>(rows) : tile_of_rows<A, 1, kStepsAdjacent>(rows);
+  if constexpr (V > 1) {
+    if (vectors < V) return tile_of<A, kStepsAdjacent, R, V - 1>(rows, vectors);
+  }
+  return tile<A, R, V, kStepsAdjacent>;
 }
 
 // Compute all tiles of `rows` rows and the given number of vectors of columns.

@@ -2,7 +2,6 @@
 //
 // from is [batch, channels, pixels] with strides batch_stride and channel_stride and contiguous pixels; to is
 // contiguous [batch, pixels, channels]. An item is kTransposePixels pixels of one sample, all channels.
-#include "block_sparse/kernels.h"
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {

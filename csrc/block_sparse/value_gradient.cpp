@@ -9,7 +9,6 @@
 // An item is an entry. A thread takes its entries in runs, and of each run one panel after the other: some channels of
 // `from` (tile rows) by as many channels of `to` as a tile is wide. The depth of the product is the batch, taken in
 // parts whose rows of `to` are packed once and kept while they stay the same.
-#include "block_sparse/kernels.h"
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
@@ -131,9 +130,10 @@ void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end)
 #ifdef LOCO_AVX512_BF16
 const GradientKernels value_gradients{{nullptr, nullptr, value_gradient_range<Pairs<Bf16Pairs>>, nullptr}};
 #else
-const GradientKernels value_gradients{
-    {value_gradient_range<Plain<Lanes<double>>>, value_gradient_range<Plain<Lanes<float>>>,
-     value_gradient_range<Converted<Lanes<float>>>, value_gradient_range<Converted<Lanes<float>>>}};
+using Half = Single<Lanes<float>, uint16_t>;
+const GradientKernels value_gradients{{value_gradient_range<Single<Lanes<double>>>,
+                                       value_gradient_range<Single<Lanes<float>>>, value_gradient_range<Half>,
+                                       value_gradient_range<Half>}};
 #endif
 
 LOCO_KERNELS_END

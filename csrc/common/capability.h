@@ -83,3 +83,15 @@ bool use_capability(const char* name);
   }                             \
   inline const Table& name() { return portable::name; }
 #endif
+
+// Likewise for the tables float_name and double_name of types Table<float> and Table<double>, and a function name<T>().
+#define LOCO_TABLES(Table, name)              \
+  LOCO_TABLE(Table<float>, float_##name)      \
+  LOCO_TABLE(Table<double>, double_##name)    \
+  template <typename T>                       \
+  const Table<T>& name() {                    \
+    if constexpr (sizeof(T) == sizeof(float)) \
+      return float_##name();                  \
+    else                                      \
+      return double_##name();                 \
+  }

@@ -10,26 +10,22 @@ namespace loco {
 
 // load converts from `dtype`, store converts to it. from, to: [count], contiguous. bfloat16 and float16 elements are
 // stored as uint16_t bit patterns.
+template <typename T>
 struct Conversions {
-  void (*load_float)(DType dtype, const void* from, float* to, int64_t count);
-  void (*load_double)(DType dtype, const void* from, double* to, int64_t count);
-  void (*store_float)(DType dtype, const float* from, void* to, int64_t count);
-  void (*store_double)(DType dtype, const double* from, void* to, int64_t count);
+  void (*load)(DType dtype, const void* from, T* to, int64_t count);
+  void (*store)(DType dtype, const T* from, void* to, int64_t count);
 };
 
-LOCO_TABLE(Conversions, conversions)
+LOCO_TABLES(Conversions, conversions)
 
-inline void load(DType dtype, const void* from, float* to, int64_t count) {
-  conversions().load_float(dtype, from, to, count);
+template <typename T>
+void load(DType dtype, const void* from, T* to, int64_t count) {
+  conversions<T>().load(dtype, from, to, count);
 }
-inline void load(DType dtype, const void* from, double* to, int64_t count) {
-  conversions().load_double(dtype, from, to, count);
-}
-inline void store(DType dtype, const float* from, void* to, int64_t count) {
-  conversions().store_float(dtype, from, to, count);
-}
-inline void store(DType dtype, const double* from, void* to, int64_t count) {
-  conversions().store_double(dtype, from, to, count);
+
+template <typename T>
+void store(DType dtype, const T* from, void* to, int64_t count) {
+  conversions<T>().store(dtype, from, to, count);
 }
 
 }  // namespace loco

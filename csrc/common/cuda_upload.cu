@@ -7,6 +7,7 @@
 // writes a payload; its threads take 16 bytes each in turn.
 #include <algorithm>
 
+#include "common/check.h"
 #include "common/cuda_upload.h"
 #include "common/launch.h"
 #include "common/platform.h"
@@ -50,6 +51,13 @@ void upload(const unsigned char* from, unsigned char* to, int64_t count, void* s
 const char* launch_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  LOCO_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace loco

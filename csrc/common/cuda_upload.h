@@ -1,4 +1,4 @@
-// Uploads small tables to an NVIDIA GPU and reports launch errors. No function here synchronizes with the GPU.
+// Uploads small tables to an NVIDIA GPU, and queries CUDA. No function here synchronizes with the GPU.
 #pragma once
 
 #include <cstdint>
@@ -12,5 +12,8 @@ void upload(const unsigned char* from, unsigned char* to, int64_t count, void* s
 
 // Returns the text of the last launch error and clears it, or null if there is none.
 const char* launch_error();
+
+// Returns whether a CUDA graph is being captured on the stream.
+bool is_capturing(void* stream);
 
 }  // namespace loco

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/platform.h"
 
@@ -78,6 +79,48 @@ LOCO_HD uint16_t float_to_f16(float value) {
   // 65520 and above round to infinity.
   return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));
 #endif
+}
+
+// The type in which elements are stored.
+template <DType dtype>
+using Stored =
+    std::conditional_t<dtype == DType::f64, double, std::conditional_t<dtype == DType::f32, float, uint16_t>>;
+
+template <DType dtype, typename T>
+LOCO_HD T widened(Stored<dtype> value) {
+  if constexpr (dtype == DType::bf16) {
+    return static_cast<T>(bf16_to_float(value));
+  } else if constexpr (dtype == DType::f16) {
+    return static_cast<T>(f16_to_float(value));
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+template <DType dtype, typename T>
+LOCO_HD Stored<dtype> narrowed(T value) {
+  if constexpr (dtype == DType::bf16) {
+    return float_to_bf16(static_cast<float>(value));
+  } else if constexpr (dtype == DType::f16) {
+    return float_to_f16(static_cast<float>(value));
+  } else {
+    return static_cast<Stored<dtype>>(value);
+  }
+}
+
+// Calls visit with the dtype as a std::integral_constant, and returns its result.
+template <class Visit>
+LOCO_HD auto with_dtype(DType dtype, const Visit& visit) {
+  switch (dtype) {
+    case DType::f64:
+      return visit(std::integral_constant<DType, DType::f64>());
+    case DType::f32:
+      return visit(std::integral_constant<DType, DType::f32>());
+    case DType::bf16:
+      return visit(std::integral_constant<DType, DType::bf16>());
+    default:
+      return visit(std::integral_constant<DType, DType::f16>());
+  }
 }
 
 }  // namespace loco

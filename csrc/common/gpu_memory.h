@@ -4,38 +4,11 @@
 #include <vector_types.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/platform.h"
 
 namespace loco {
-
-template <DType dtype>
-using Stored =
-    std::conditional_t<dtype == DType::f64, double, std::conditional_t<dtype == DType::f32, float, uint16_t>>;
-
-template <DType dtype, typename T>
-LOCO_DEVICE T widened(Stored<dtype> value) {
-  if constexpr (dtype == DType::bf16) {
-    return static_cast<T>(bf16_to_float(value));
-  } else if constexpr (dtype == DType::f16) {
-    return static_cast<T>(f16_to_float(value));
-  } else {
-    return static_cast<T>(value);
-  }
-}
-
-template <DType dtype, typename T>
-LOCO_DEVICE Stored<dtype> narrowed(T value) {
-  if constexpr (dtype == DType::bf16) {
-    return float_to_bf16(static_cast<float>(value));
-  } else if constexpr (dtype == DType::f16) {
-    return float_to_f16(static_cast<float>(value));
-  } else {
-    return static_cast<Stored<dtype>>(value);
-  }
-}
 
 // Converts both halves of a word to float, the lower one first.
 template <DType dtype>
@@ -155,33 +128,18 @@ LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N], boo
 
 template <typename T>
 LOCO_DEVICE T load_any(DType dtype, const void* memory, int64_t i) {
-  switch (dtype) {
-    case DType::f64:
-      return widened<DType::f64, T>(in_global(static_cast<const double*>(memory))[i]);
-    case DType::f32:
-      return widened<DType::f32, T>(in_global(static_cast<const float*>(memory))[i]);
-    case DType::bf16:
-      return widened<DType::bf16, T>(in_global(static_cast<const uint16_t*>(memory))[i]);
-    default:
-      return widened<DType::f16, T>(in_global(static_cast<const uint16_t*>(memory))[i]);
-  }
+  return with_dtype(dtype, [=](auto constant) {
+    constexpr DType of = decltype(constant)::value;
+    return widened<of, T>(in_global(static_cast<const Stored<of>*>(memory))[i]);
+  });
 }
 
 template <typename T>
 LOCO_DEVICE void store_any(DType dtype, void* memory, int64_t i, T value) {
-  switch (dtype) {
-    case DType::f64:
-      in_global(static_cast<double*>(memory))[i] = narrowed<DType::f64>(value);
-      break;
-    case DType::f32:
-      in_global(static_cast<float*>(memory))[i] = narrowed<DType::f32>(value);
-      break;
-    case DType::bf16:
-      in_global(static_cast<uint16_t*>(memory))[i] = narrowed<DType::bf16>(value);
-      break;
-    default:
-      in_global(static_cast<uint16_t*>(memory))[i] = narrowed<DType::f16>(value);
-  }
+  with_dtype(dtype, [=](auto constant) {
+    constexpr DType of = decltype(constant)::value;
+    in_global(static_cast<Stored<of>*>(memory))[i] = narrowed<of>(value);
+  });
 }
 
 }  // namespace loco

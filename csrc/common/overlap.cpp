@@ -45,24 +45,9 @@ bool touch(const Region& a, const Region& b) {
   return !(mark(a, base, cells) && mark(b, base, cells));
 }
 
-// Returns the number of elements of a region in row-major order without gaps, or -1 for any other region.
-int64_t contiguous_elements(const Region& region) {
-  int64_t expected = 1;
-  for (int64_t d = region.ndim - 1; d >= 0; --d) {
-    if (region.sizes[d] != 1 && region.strides[d] != expected) return -1;
-    expected *= region.sizes[d];
-  }
-  return expected;
-}
-
 }  // namespace
 
 bool measure(Region& region) {
-  if (const int64_t elements = contiguous_elements(region); elements >= 0) {
-    region.bytes = elements * region.element_size;
-    region.dense = true;
-    return true;
-  }
   int8_t order[kMaxDims];
   const int axes = memory_order(region.ndim, region.sizes, region.strides, order);
   int64_t span = 1, count = 1;

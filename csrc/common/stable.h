@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -65,6 +66,12 @@ inline std::string shape_text(const int64_t* sizes, int64_t ndim) {
   return text + ")";
 }
 
+inline std::string shape_text(const View& view) { return shape_text(view.sizes, view.ndim); }
+
+inline bool same_shape(const View& a, const View& b) {
+  return a.ndim == b.ndim && std::equal(a.sizes, a.sizes + a.ndim, b.sizes);
+}
+
 // Converts torch's dtype code; returns false if it is none of the four element types.
 inline bool to_dtype(int32_t code, DType& dtype) {
   static const int32_t f64 = aoti_torch_dtype_float64(), f32 = aoti_torch_dtype_float32();
@@ -89,14 +96,6 @@ inline void check_storage(TensorRef tensor, int64_t ndim, const int64_t* sizes, 
   }
   LOCO_CHECK((last + 1) * element_bytes <= bytes, list, "[", index, "]: expected ", (last + 1) * element_bytes,
              " bytes of storage, got ", bytes, ": it has been freed or made smaller");
-}
-
-inline void check_storage(TensorRef tensor, int64_t element_bytes, const char* list, size_t index) {
-  int64_t ndim = 0, *sizes, *strides;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.handle, &ndim));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.handle, &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.handle, &strides));
-  check_storage(tensor, ndim, sizes, strides, element_bytes, list, index);
 }
 
 // Returns a view of the tensor; throws unless it is on the expected device, of one of the four element types, and
@@ -138,6 +137,34 @@ inline double value_of(const View& scalar) {
   return scalar.dtype == DType::f64 ? *static_cast<const double*>(scalar.data)
                                     : *static_cast<const float*>(scalar.data);
 }
+
+// A contiguous one-dimensional int64 tensor on the CPU.
+struct Indices {
+  const int64_t* data;
+  int64_t count;
+};
+
+inline Indices indices_of(const Tensor& tensor, const char* name) {
+  int32_t code = 0;
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  LOCO_CHECK(code == aoti_torch_dtype_int64() && tensor.dim() == 1 && tensor.is_contiguous() &&
+                 device_of(tensor).type == DeviceId::cpu().type,
+             name, ": expected a contiguous one-dimensional int64 tensor on the CPU");
+  const int64_t count = tensor.size(0), stride = 1;
+  check_storage(tensor, 1, &count, &stride, sizeof(int64_t), name, 0);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return {static_cast<const int64_t*>(data), count};
+}
+
+#ifdef USE_CUDA
+// Returns torch's current stream on the device, a cudaStream_t.
+inline void* current_stream(int device_index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return stream;
+}
+#endif
 
 // Runs body on torch's intra-op thread pool; matches ParallelFor.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),

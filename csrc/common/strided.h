@@ -25,7 +25,6 @@ struct Nest {
 
   bool flat() const { return count == 0 || (count == 1 && axes[0].stride == 1); }
 
-  // Returns the number of elements.
   int64_t length() const {
     int64_t product = 1;
     for (int a = 0; a < count; ++a) product *= axes[a].size;

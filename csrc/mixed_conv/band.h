@@ -7,7 +7,6 @@
 
 #include <algorithm>
 
-#include "common/capability.h"
 #include "mixed_conv/cpu.h"
 
 namespace loco::mixed_conv {

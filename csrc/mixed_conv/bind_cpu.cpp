@@ -38,17 +38,9 @@ std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t filters)
   std::vector<int64_t> places(filters, -1);
   const int64_t* filter = nullptr;
   if (order) {
-    int32_t code = 0;
-    int64_t dims = 0;
-    void* data = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(order->get(), &code));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(order->get(), &dims));
-    LOCO_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == filters && order->is_contiguous() &&
-                   device_of(*order).type == DeviceId::cpu().type,
-               "order: expected a contiguous int64 tensor of shape (", filters, ") on the CPU");
-    check_storage(*order, sizeof(int64_t), "order", 0);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));
-    filter = static_cast<const int64_t*>(data);
+    const Indices indices = indices_of(*order, "order");
+    LOCO_CHECK(indices.count == filters, "order: expected ", filters, " entries, got ", indices.count);
+    filter = indices.data;
   }
   for (int64_t channel = 0; channel < filters; ++channel) {
     const int64_t of = filter ? filter[channel] : channel;
@@ -88,7 +80,7 @@ const void* addend(const std::optional<Tensor>& add, const View& to) {
   const View view = view_of(*add, "add", 0);
   LOCO_CHECK(view.dtype == to.dtype && view.ndim == to.ndim && std::equal(to.sizes, to.sizes + 4, view.sizes) &&
                  add->is_contiguous(),
-             "add: expected a contiguous tensor of the result's shape ", shape_text(to.sizes, 4), " and of x's dtype");
+             "add: expected a contiguous tensor of the result's shape ", shape_text(to), " and of x's dtype");
   return view.data;
 }
 

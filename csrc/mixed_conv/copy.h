@@ -86,14 +86,13 @@ struct Weave {
   const Span& span;
   int64_t images, present, batch_stride;
 
-  // Copy a row of one channel.
   void row(const T* from, T* to) const {
     const int64_t step = span.step, count = span.past - span.first;
     from += span.first * step + span.shift;
     to += span.first * images;
     if (images == 1 && step == 1) return copy_side_by_side(from, count, to);
     int64_t i = 0;
-    for (; i + kSide <= count; i += kSide) four_columns(from + i * step, to + i * images);
+    for (; i + kSide <= count && images != 2; i += kSide) four_columns(from + i * step, to + i * images);
     for (; i < count; ++i) {
       for (int64_t n = 0; n < images; ++n) to[i * images + n] = image(from, n)[i * step];
     }
@@ -102,11 +101,6 @@ struct Weave {
   LOCO_HD void four_columns(const T* from, T* to) const {
     const int64_t step = span.step;
     if (images == 1) return store_four(load_four(from, step), to);
-    if (images == 2) {
-      const Four<T> a = load_four(from, step), b = load_four(image(from, 1), step);
-      store_four(Four<T>{a[0], b[0], a[1], b[1]}, to);
-      return store_four(Four<T>{a[2], b[2], a[3], b[3]}, to + kSide);
-    }
     for (int64_t n = 0; n < images; n += kSide) {
       Four<T> rows[kSide], columns[kSide];
       for (int i = 0; i < kSide; ++i) rows[i] = load_four(image(from, n + i), step);
@@ -125,7 +119,6 @@ struct Transpose {
   const Span& span;
   int64_t images, present, batch_stride, column_stride, channels, plane;
 
-  // Copy a row of all channels.
   void row(const T* from, T* to) const {
     from += span.shift * column_stride;
     int64_t place = span.first * images;
@@ -134,7 +127,6 @@ struct Transpose {
     for (; place < past; ++place) spread(pixel(from, place), 1, channels, to + place, plane);
   }
 
-  // Copy four pixels, all channels.
   LOCO_HD void four_pixels(const T* from, int64_t place, T* to) const {
     const T* pixels[kSide];
     for (int i = 0; i < kSide; ++i) pixels[i] = pixel(from, place + i);

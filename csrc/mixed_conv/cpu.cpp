@@ -7,8 +7,6 @@
 
 #include <memory>
 
-#include "mixed_conv/kernels.h"
-
 namespace loco::mixed_conv {
 namespace {
 

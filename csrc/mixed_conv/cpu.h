@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/capability.h"
 #include "common/dtype.h"
 #include "common/parallel.h"
 
@@ -39,6 +40,16 @@ struct Convolution {
 };
 
 void convolve_cpu(const Convolution& call);
+
+// The functions that are compiled for each instruction set.
+struct ConvolutionKernels {
+  struct {
+    int64_t (*items)(const Convolution& call);
+    void (*range)(const Convolution& call, int64_t begin, int64_t end);  // computes items begin .. end - 1
+  } of[2];                                                               // indexed by DType: float64, float32
+};
+
+LOCO_TABLE(ConvolutionKernels, convolutions)
 
 // Return memory of at least `bytes`, aligned to a cache line, which the thread keeps for its next call.
 void* scratch(int64_t bytes);

@@ -1,4 +1,4 @@
-// Writing the results of a band, and adding to them.
+// The scratch memory of a thread; writing the results of a band, and adding to them.
 //
 //   to[n, o, y, x] = result[n, o, y, x], or, if `add` is given, max(result[n, o, y, x] + add[n, o, y, x], least)
 //
@@ -8,15 +8,86 @@
 // Workspace::results, by transposing squares of lanes and channels.
 #pragma once
 
+#include <cstring>
 #include <limits>
 
 #include "mixed_conv/copy.h"
-#include "mixed_conv/workspace.h"
 
 namespace loco::mixed_conv {
 LOCO_KERNELS_BEGIN
 
-// The band that a thread is computing.
+constexpr int64_t kWeightBytes = 512 << 10;  // weights that the L2 cache holds beside a band
+
+// The place of a vector of pixels: where it is read, and where the results for its columns of the first image are
+// written.
+template <typename L>
+struct PixelPlace {
+  const typename L::Word* from;
+  typename L::Word* pixel;
+  int64_t columns;
+};
+
+// Return whether results are gathered and written by whole pixels. If channels are contiguous, filters write to the
+// same cache lines, so this pays as long as all weights fit into the cache.
+template <typename L>
+bool writes_whole_pixels(const Convolution& call) {
+  int64_t weights = 0;
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part)
+    weights += part->filters * part->height * part->width * call.from.channels;
+  return call.to.by_pixel() && weights * static_cast<int64_t>(sizeof(typename L::Word)) <= kWeightBytes;
+}
+
+// Write the offsets of the taps of all parts, one part after the other.
+inline void fill_offsets(const Convolution& call, const BandLayout& layout, int64_t* offsets) {
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
+    for (int64_t y = 0; y < part->height; ++y) {
+      const int64_t row = layout.top - part->top + y * call.dilation[0];
+      for (int64_t x = 0; x < part->width; ++x) {
+        const int64_t column = layout.left - part->left + x * call.dilation[1];
+        *offsets++ =
+            row * layout.row + column % call.stride[1] * layout.residue + column / call.stride[1] * layout.images;
+      }
+    }
+  }
+}
+
+// The arrays, which are consecutive in the thread's scratch memory.
+template <typename L>
+struct Workspace {
+  using Word = typename L::Word;
+  static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
+
+  Word* copy;  // copy of a band, see BandLayout
+  // Buffers for pixels that are written when all of their channels are done: results is [channels rounded up to
+  // squares, lanes of a tile] and transposed [lanes of a vector, channels of a square]. Null if results are written
+  // directly.
+  Word *results = nullptr, *transposed = nullptr;
+  PixelPlace<L>* places;                     // one for each vector of a band
+  int64_t *lane_places, *transposed_places;  // [lanes], offsets of a vector's pixels in the result and in `transposed`
+  int64_t* offsets;                          // offsets of taps
+
+  Workspace(const Convolution& call, const BandLayout& layout) {
+    const int64_t channels = writes_whole_pixels<L>(call) ? (call.to.channels + kSquare - 1) / kSquare * kSquare : 0;
+    const int64_t copied = layout.elements(call), waiting = channels * kTileLanes;
+    const int64_t words = copied + waiting + kSquare * L::kWidth, vectors = layout.rows * layout.vectors;
+    int64_t taps = 0;
+    for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
+    copy = static_cast<Word*>(
+        scratch(words * sizeof(Word) + vectors * sizeof(PixelPlace<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
+    if (channels) results = copy + copied, transposed = results + waiting;
+    std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay zero
+    places = reinterpret_cast<PixelPlace<L>*>(copy + words);
+    lane_places = reinterpret_cast<int64_t*>(places + vectors);
+    transposed_places = lane_places + L::kWidth;
+    offsets = transposed_places + L::kWidth;
+    for (int64_t lane = 0; lane < L::kWidth; ++lane) {
+      lane_places[lane] = lane / layout.images * call.to.column_stride + lane % layout.images * call.to.batch_stride;
+      transposed_places[lane] = lane * kSquare;
+    }
+    fill_offsets(call, layout, offsets);
+  }
+};
+
 template <typename L>
 struct Band {
   using Word = typename L::Word;
@@ -27,7 +98,6 @@ struct Band {
 
   static constexpr int64_t kTileLanes = Workspace<L>::kTileLanes, kSquare = Workspace<L>::kSquare;
 
-  // Store the results of K filters at vector v of a tile.
   template <int K, int V>
   LOCO_HD void store(const PixelPlace<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V],
                      int v) const {
@@ -58,7 +128,6 @@ struct Band {
     }
   }
 
-  // Write the gathered results of a tile, pixel by pixel.
   void write_pixels(int64_t index, int64_t count) const {
     for (int64_t v = 0; v < count; ++v) {
       const PixelPlace<L>& place = work.places[index + v];

@@ -26,19 +26,6 @@ std::vector<double> merged_lrs(const StepArgs& args, const double* hyper, int64_
   return result;
 }
 
-// Increments the step counters in memory and copies the results to the steps.
-void count_steps(std::vector<TensorStep>& steps) {
-  for (TensorStep& step : steps) {
-    if (step.counter == nullptr) continue;
-    if (step.counter_dtype == DType::f64) {
-      step.step = *static_cast<double*>(step.counter) += 1;
-    } else {
-      step.step = 1 + static_cast<double>(*static_cast<float*>(step.counter));
-      *static_cast<float*>(step.counter) = static_cast<float>(step.step);
-    }
-  }
-}
-
 struct Cpu {
   struct Prepared {};
 
@@ -51,7 +38,9 @@ struct Cpu {
     call.grad_scale = read_grad_scale(args);
     const std::vector<double> lrs = merged_lrs(args, gather.hyper(), gather.groups(), Rule::columns);
     if (found_inf(args)) return;
-    count_steps(steps);
+    for (TensorStep& step : steps) {
+      if (step.counter) step.step = count_step(step.counter, step.counter_dtype == DType::f64);
+    }
     call.tensors = steps.data();
     call.count = static_cast<int64_t>(steps.size());
     call.hyper = gather.hyper();

@@ -1,6 +1,4 @@
 // Implements torch.ops.loco_ext.optim_step for tensors on an NVIDIA GPU.
-#include "optim_step/bind_cuda.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -8,10 +6,8 @@
 #include <limits>
 
 #include "common/cuda_upload.h"
-#include "common/device.h"
 #include "optim_step/bind.h"
 #include "optim_step/cuda.h"
-#include "optim_step/hyper.h"
 
 namespace loco::optim_step {
 namespace {
@@ -26,7 +22,6 @@ Tensor gpu_memory(int64_t bytes, TensorRef neighbour) {
 
 unsigned char* bytes_of(const Tensor& memory) { return static_cast<unsigned char*>(memory.mutable_data_ptr()); }
 
-// A step's table and its copy in GPU memory.
 class CudaTable {
  public:
   GpuTable table;
@@ -57,7 +52,6 @@ class CudaTable {
     return *memory_;
   }
 
-  // Lets the next step upload everything.
   void forget() { memory_.reset(); }
 
  private:

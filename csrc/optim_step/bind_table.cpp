@@ -1,8 +1,6 @@
 // Implements torch.ops.loco_ext.optim_step_table and optim_step_table_again: the table of a step's tensors for the
 // Triton kernels, which are launched from Python.
 #include "optim_step/bind.h"
-#include "optim_step/gpu_table.h"
-#include "optim_step/hyper.h"
 
 namespace loco::optim_step {
 namespace {
@@ -63,10 +61,7 @@ struct Triton {
 };
 
 void optim_step_table(StableIValue* stack, uint64_t, uint64_t) {
-  StepArgs args = unpack(stack);
-  auto cached = std::make_unique<CachedStep<Triton>>(args);
-  cached->step(args);
-  cached->keep(std::move(args.maps));
+  auto cached = make_cached<Triton>(stack);
   const Triton::Prepared prepared = cached->prepared();
   stack[0] = torch::stable::detail::from(prepared.bytes);
   stack[1] = torch::stable::detail::from(prepared.layout);

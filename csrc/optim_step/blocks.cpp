@@ -7,20 +7,30 @@
 #include "optim_step/blocks.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #define LOCO_RESTRICT __restrict__
 
 namespace loco::optim_step {
 LOCO_KERNELS_BEGIN
 
-// Calls loop(begin, end, coefficients) for pieces of a block, each covered by the table without wrapping.
-// coefficients[i] belongs to element i.
-template <typename T, typename Loop>
+// Calls visit with the one of `values` that equals `value`, as a std::integral_constant.
+template <auto... values, typename Value, typename Visit>
+LOCO_HD void as_constant(Value value, const Visit& visit) {
+  ((value == values ? visit(std::integral_constant<Value, values>()) : void()), ...);
+}
+
+// Calls loop(begin, end, coefficients, whether there are any) for pieces of a block, each covered by the table without
+// wrapping. coefficients[i] belongs to element i.
+template <Decay decay, typename T, typename Loop>
 LOCO_HD void over_table(const Block<T>& block, const Loop& loop) {
+  if (decay == Decay::none || block.table == nullptr) {
+    return loop(int64_t{0}, block.count, block.table, std::false_type());
+  }
   int64_t phase = block.phase;
   for (int64_t begin = 0; begin < block.count; phase = 0) {
     const int64_t end = std::min(block.count, begin + block.period - phase);
-    loop(begin, end, block.table + phase - begin);
+    loop(begin, end, block.table + phase - begin, std::true_type());
     begin = end;
   }
 }
@@ -38,32 +48,20 @@ LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& s, int64_t beg
   }
 }
 
-template <Decay decay, Momentum momentum, bool nesterov, typename T>
-LOCO_HD void sgd_table(const Block<T>& block, const SgdScalars<T>& s) {
-  if (decay != Decay::none && block.table != nullptr) {
-    over_table(block, [&](int64_t begin, int64_t end, const T* c)
-                          LOCO_INLINE { sgd_loop<decay, momentum, nesterov, true>(block, s, begin, end, c); });
-  } else {
-    sgd_loop<decay, momentum, nesterov, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
-  }
-}
-
-template <Decay decay, typename T>
-LOCO_HD void sgd_momentum(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& s) {
-  if (flags.momentum == Momentum::none) return sgd_table<decay, Momentum::none, false>(block, s);
-  if (flags.momentum == Momentum::first) {
-    return flags.nesterov ? sgd_table<decay, Momentum::first, true>(block, s)
-                          : sgd_table<decay, Momentum::first, false>(block, s);
-  }
-  return flags.nesterov ? sgd_table<decay, Momentum::next, true>(block, s)
-                        : sgd_table<decay, Momentum::next, false>(block, s);
-}
-
 template <typename T>
-LOCO_HD void sgd_decay(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& s) {
-  if (flags.decay == Decay::none) return sgd_momentum<Decay::none>(block, flags, s);
-  if (flags.decay == Decay::l2) return sgd_momentum<Decay::l2>(block, flags, s);
-  sgd_momentum<Decay::l1>(block, flags, s);
+void update_sgd(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {
+  const SgdScalars<T> s = scalars;
+  const bool nesterov = flags.nesterov && flags.momentum != Momentum::none;
+  as_constant<Decay::none, Decay::l2, Decay::l1>(flags.decay, [&](auto decay) LOCO_INLINE {
+    as_constant<Momentum::none, Momentum::first, Momentum::next>(flags.momentum, [&](auto momentum) LOCO_INLINE {
+      as_constant<false, true>(nesterov, [&](auto nesterov) LOCO_INLINE {
+        over_table<decltype(decay)::value>(block, [&](int64_t begin, int64_t end, const T* c, auto table) LOCO_INLINE {
+          sgd_loop<decltype(decay)::value, decltype(momentum)::value, decltype(nesterov)::value,
+                   decltype(table)::value>(block, s, begin, end, c);
+        });
+      });
+    });
+  });
 }
 
 template <Decay decay, bool amsgrad, bool metric, bool table, typename T>
@@ -80,43 +78,19 @@ LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t b
   }
 }
 
-template <Decay decay, bool amsgrad, bool metric, typename T>
-LOCO_HD void adam_table(const Block<T>& block, const AdamScalars<T>& s) {
-  if (decay != Decay::none && block.table != nullptr) {
-    over_table(block, [&](int64_t begin, int64_t end, const T* c)
-                          LOCO_INLINE { adam_loop<decay, amsgrad, metric, true>(block, s, begin, end, c); });
-  } else {
-    adam_loop<decay, amsgrad, metric, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
-  }
-}
-
-template <bool amsgrad, bool metric, typename T>
-LOCO_HD void adam_decay(const Block<T>& block, Decay decay, const AdamScalars<T>& s) {
-  if (decay == Decay::none) return adam_table<Decay::none, amsgrad, metric>(block, s);
-  if (decay == Decay::l2) return adam_table<Decay::l2, amsgrad, metric>(block, s);
-  if (decay == Decay::l1) return adam_table<Decay::l1, amsgrad, metric>(block, s);
-  adam_table<Decay::decoupled, amsgrad, metric>(block, s);
-}
-
-template <typename T>
-LOCO_HD void adam_flags(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& s) {
-  if (block.metric == nullptr) {
-    return flags.amsgrad ? adam_decay<true, false>(block, flags.decay, s)
-                         : adam_decay<false, false>(block, flags.decay, s);
-  }
-  return flags.amsgrad ? adam_decay<true, true>(block, flags.decay, s) : adam_decay<false, true>(block, flags.decay, s);
-}
-
-template <typename T>
-void update_sgd(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {
-  const SgdScalars<T> local = scalars;
-  sgd_decay(block, flags, local);
-}
-
 template <typename T>
 void update_adam(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& scalars) {
-  const AdamScalars<T> local = scalars;
-  adam_flags(block, flags, local);
+  const AdamScalars<T> s = scalars;
+  as_constant<Decay::none, Decay::l2, Decay::l1, Decay::decoupled>(flags.decay, [&](auto decay) LOCO_INLINE {
+    as_constant<false, true>(flags.amsgrad, [&](auto amsgrad) LOCO_INLINE {
+      as_constant<false, true>(block.metric != nullptr, [&](auto metric) LOCO_INLINE {
+        over_table<decltype(decay)::value>(block, [&](int64_t begin, int64_t end, const T* c, auto table) LOCO_INLINE {
+          adam_loop<decltype(decay)::value, decltype(amsgrad)::value, decltype(metric)::value, decltype(table)::value>(
+              block, s, begin, end, c);
+        });
+      });
+    });
+  });
 }
 
 template <typename T>

@@ -23,7 +23,6 @@ struct Block {
   T* metric;       // output, Adam's denominators; null: not needed
 };
 
-// The loops over elements of type T.
 template <typename T>
 struct BlockKernels {
   // Update w, the states and the metric of a block in place (formulas: math.h).
@@ -41,18 +40,8 @@ struct RandomKernels {
   void (*store_stochastic)(const float* from, const uint32_t* random, uint16_t* to, int64_t count);
 };
 
-LOCO_TABLE(BlockKernels<float>, float_blocks)
-LOCO_TABLE(BlockKernels<double>, double_blocks)
+LOCO_TABLES(BlockKernels, blocks)
 LOCO_TABLE(RandomKernels, random_kernels)
-
-template <typename T>
-const BlockKernels<T>& blocks() {
-  if constexpr (sizeof(T) == 4) {
-    return float_blocks();
-  } else {
-    return double_blocks();
-  }
-}
 
 template <typename T>
 void update(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {

@@ -11,12 +11,13 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
+#include "common/staging.h"
 #include "optim_step/blocks.h"
 #include "optim_step/decay_table.h"
-#include "optim_step/shrinkage.h"
-#include "optim_step/staging.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::optim_step {
 namespace {
@@ -79,14 +80,37 @@ struct Job {
   int64_t origin;
 };
 
-// Buffers for one staged block.
 template <typename T>
 struct Workspace {
   T operands[2 + kStates][kBlock];
   T coefficients[kBlock];
-  RawBlock raw;
   int64_t elements[kBlock];
   uint32_t words[4][kBlock];
+};
+
+// Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous,
+// and sums are [sum_count]. T: the compute dtype.
+template <class Rule, typename T>
+class Shrinkage {
+ public:
+  Shrinkage(const TensorStep& tensor, const double* row, double lr)
+      : penalty_(*tensor.penalty), solver_(tensor.shape()) {
+    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
+    for (int n = 0; n < penalty_.rings(); ++n) {
+      plain_[n] = step * penalty_.plain[n];
+      if (!penalty_.squared.empty()) squared_[n] = std::sqrt(step) * penalty_.squared[n];
+    }
+  }
+
+  // Shrinks a filter that has been updated. metric: null if the rule has none.
+  void apply(T* w, const T* metric) {
+    solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
+  }
+
+ private:
+  const ring_prox::Penalty& penalty_;
+  ring_prox::FilterSolver<T> solver_;
+  double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
 };
 
 template <class Rule>
@@ -148,9 +172,8 @@ class Step {
     TensorStep filter_tensor = t;
     Job<Rule> filter_job = job;
     filter_job.tensor = &filter_tensor;
-    std::vector<T> values;
-    GrowingBuffer metric;
-    filter_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
+    std::vector<T> values, metric(Rule::has_metric ? numel : 0);
+    filter_job.metric = Rule::has_metric ? metric.data() : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     for (int64_t at = begin; at < end; at += numel) {
       filter_job.origin = at;
@@ -167,10 +190,7 @@ class Step {
   static T* fetch(const Operand& operand, int64_t begin, int64_t numel, std::vector<T>& values) {
     if (in_place<T>(operand)) return static_cast<T*>(operand.data) + begin;
     values.resize(numel);
-    RawBlock raw;
-    for (int64_t i = 0; i < numel; i += kBlock) {
-      stage_in(operand, begin + i, std::min(kBlock, numel - i), values.data() + i, raw);
-    }
+    stage_in(operand, begin, numel, values.data());
     return values.data();
   }
 
@@ -183,18 +203,15 @@ class Step {
     for (int64_t i = 0; i < numel; i += kBlock) {
       const int64_t count = std::min(kBlock, numel - i);
       if (job.stochastic) draw(*job.tensor, begin + i, count, space);
-      const uint32_t* random = job.stochastic ? space.words[0] : nullptr;
-      stage_out(operand, begin + i, count, w + i, random, space.raw);
+      write(operand, begin + i, count, w + i, job.stochastic ? space.words[0] : nullptr);
     }
   }
 
-  // Updates elements begin .. end - 1, without the prox.
   template <typename T>
   void run_blocks(const Job<Rule>& job, int64_t begin, int64_t end) const {
-    if (!is_staged<T>(job)) {
-      return update(direct_block<T>(job, begin, end - begin), job.flags, Rule::template as<T>(job.scalars));
-    }
-    for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
+    if (!is_staged<T>(job)) return run_block<T>(job, begin, end - begin, nullptr);
+    Workspace<T> space;
+    for (int64_t at = begin; at < end; at += kBlock) run_block(job, at, std::min(kBlock, end - at), &space);
   }
 
   // Returns whether the update needs an operand or the coefficients in a buffer.
@@ -206,62 +223,43 @@ class Step {
     return staged;
   }
 
+  // space: null if nothing is staged; count is at most kBlock otherwise.
   template <typename T>
-  static Block<T> make_block(const Job<Rule>& job, int64_t begin, int64_t count) {
+  void run_block(const Job<Rule>& job, int64_t begin, int64_t count, Workspace<T>* space) const {
+    const TensorStep& t = *job.tensor;
+    const auto stage = [&](const Operand& o, int buffer) -> T* {
+      if (o.data == nullptr) return nullptr;
+      if (in_place<T>(o)) return static_cast<T*>(o.data) + begin;
+      stage_in(o, begin, count, space->operands[buffer]);
+      return space->operands[buffer];
+    };
     Block<T> block{};
     block.count = count;
+    block.w = stage(t.w, 0);
+    block.g = space ? gradient(t.g, begin, count, space->operands[1]) : stage(t.g, 1);
+    for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], 2 + k);
     block.table = static_cast<const T*>(job.table);
     block.period = job.period;
     block.phase = job.table ? begin % job.period : 0;
     block.uniform = static_cast<T>(job.uniform);
     block.metric = job.metric ? static_cast<T*>(job.metric) + (begin - job.origin) : nullptr;
-    return block;
-  }
-
-  // Returns a block whose operands are all used in place.
-  template <typename T>
-  static Block<T> direct_block(const Job<Rule>& job, int64_t begin, int64_t count) {
-    const TensorStep& t = *job.tensor;
-    const auto at = [&](const Operand& o) { return o.data ? static_cast<T*>(o.data) + begin : nullptr; };
-    Block<T> block = make_block<T>(job, begin, count);
-    block.w = at(t.w);
-    block.g = at(t.g);
-    for (int k = 0; k < kStates; ++k) block.state[k] = at(t.state[k]);
-    return block;
-  }
-
-  template <typename T>
-  void run_staged(const Job<Rule>& job, int64_t begin, int64_t count) const {
-    const TensorStep& t = *job.tensor;
-    Workspace<T> space;
-    const auto stage = [&](const Operand& o, T* buffer) -> T* {
-      if (o.data == nullptr) return nullptr;
-      if (in_place<T>(o)) return static_cast<T*>(o.data) + begin;
-      stage_in(o, begin, count, buffer, space.raw);
-      return buffer;
-    };
-    Block<T> block = make_block<T>(job, begin, count);
-    block.w = stage(t.w, space.operands[0]);
-    block.g = gradient(t.g, begin, count, space);
-    for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], space.operands[2 + k]);
     if (job.fill) {
-      fill_coefficients(t.map, *t.map_nest, job.coefficients, begin, count, space.coefficients);
-      block.table = space.coefficients;
+      fill_coefficients(t.map, *t.map_nest, job.coefficients, begin, count, space->coefficients);
+      block.table = space->coefficients;
       block.period = count;
     }
     update(block, job.flags, Rule::template as<T>(job.scalars));
-    write_back(job, begin, block, space);
+    if (space) write_back(job, begin, block, *space);
   }
 
   // Returns the gradient divided by grad_scale and negated to maximize. The divided gradient is written back, as
   // torch's fused optimizers do.
   template <typename T>
-  const T* gradient(const Operand& g, int64_t begin, int64_t count, Workspace<T>& space) const {
-    T* block = space.operands[1];
-    stage_in(g, begin, count, block, space.raw);
+  const T* gradient(const Operand& g, int64_t begin, int64_t count, T* block) const {
+    stage_in(g, begin, count, block);
     if (call_.grad_scale != 0) {
       blocks<T>().unscale(block, count, static_cast<T>(call_.grad_scale));
-      stage_out(g, begin, count, block, nullptr, space.raw);
+      stage_out(g, begin, count, block);
     }
     if (call_.options.maximize) blocks<T>().negate(block, count);
     return block;
@@ -271,14 +269,26 @@ class Step {
   template <typename T>
   void write_back(const Job<Rule>& job, int64_t begin, const Block<T>& block, Workspace<T>& space) const {
     const TensorStep& t = *job.tensor;
-    const bool random = job.stochastic;
-    if (random) draw(t, begin, block.count, space);
-    const auto write = [&](const Operand& o, const T* values, int word) {
+    if (job.stochastic) draw(t, begin, block.count, space);
+    const auto back = [&](const Operand& o, const T* values, int word) {
       if (o.data == nullptr || in_place<T>(o)) return;
-      stage_out(o, begin, block.count, values, random ? space.words[word] : nullptr, space.raw);
+      write(o, begin, block.count, values, job.stochastic ? space.words[word] : nullptr);
     };
-    write(t.w, block.w, 0);
-    for (int k = 0; k < kStates; ++k) write(t.state[k], block.state[k], 1 + k);
+    back(t.w, block.w, 0);
+    for (int k = 0; k < kStates; ++k) back(t.state[k], block.state[k], 1 + k);
+  }
+
+  // Writes `values`, [count], to the operand. random: [count], words for stochastic rounding to bfloat16, or null.
+  template <typename T>
+  static void write(const Operand& operand, int64_t begin, int64_t count, const T* values, const uint32_t* random) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (random != nullptr && operand.dtype == DType::bf16) {
+        return for_blocks<true>(operand, begin, count, [&](void* to, int64_t at, int64_t some) {
+          random_kernels().store_stochastic(values + at, random + at, static_cast<uint16_t*>(to), some);
+        });
+      }
+    }
+    stage_out(operand, begin, count, values);
   }
 
   // Draws random words for `count` elements into space.words.
@@ -292,9 +302,7 @@ class Step {
       });
     }
     uint32_t* words[4] = {space.words[0], space.words[1], space.words[2], space.words[3]};
-    const Rounding& r = call_.rounding;
-    const PhiloxKey key{static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), t.ordinal, r.step};
-    random_kernels().random_words(key, space.elements, count, words);
+    random_kernels().random_words(call_.rounding.key(t.ordinal), space.elements, count, words);
   }
 
   const Call& call_;

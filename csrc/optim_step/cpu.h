@@ -2,32 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "common/parallel.h"
 #include "optim_step/tensor_step.h"
 
 namespace loco::optim_step {
-
-// A buffer that grows on demand and is reused. Each call of `of` invalidates what earlier calls returned.
-class GrowingBuffer {
- public:
-  // Returns uninitialised memory for `count` elements, aligned to a cache line.
-  template <typename T>
-  T* of(int64_t count) {
-    const size_t lines = (count * sizeof(T) + sizeof(CacheLine) - 1) / sizeof(CacheLine);
-    if (lines > lines_.size()) lines_ = std::vector<CacheLine>(lines);
-    return reinterpret_cast<T*>(lines_.data());
-  }
-
- private:
-  // Memory is aligned to cache lines so that vectors do not straddle two of them.
-  struct alignas(64) CacheLine {
-    char bytes[64];
-  };
-
-  std::vector<CacheLine> lines_;
-};
 
 struct Call {
   const TensorStep* tensors;  // [count]

@@ -14,7 +14,6 @@
 #include "common/launch.h"
 #include "common/mistake.h"
 #include "optim_step/cuda.h"
-#include "optim_step/cuda_prox.h"
 #include "optim_step/gpu_task.h"
 
 namespace loco::optim_step {
@@ -31,23 +30,15 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Para
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count || (!LOCO_MISTAKE(step_found_inf) && is_set(p.found_inf))) return;
   const Entry& entry = p.entries[i];
-  double step;
-  if (entry.counter_is_double) {
-    step = *static_cast<double*>(entry.counter) += 1;
-  } else {
-    step = 1 + static_cast<double>(*static_cast<float*>(entry.counter));
-    *static_cast<float*>(entry.counter) = static_cast<float>(step);
-  }
+  const double step = count_step(entry.counter, entry.counter_is_double);
   p.scalars[i] = Rule::scalars(row_of(p, entry), lr_of(p, entry), step);
 }
 
-// Returns the first element of a chunk.
 template <class Rule>
 LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
   return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kPart;
 }
 
-// Returns the number of elements of a chunk.
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
@@ -62,7 +53,6 @@ LOCO_DEVICE void step_and_store(const Task<Rule, T>& task, uint32_t offset) {
            [&](T w, T, int64_t at, uint32_t random) { store_any(e.w_dtype, e.w, at, w, task.stochastic(), random); });
 }
 
-// Steps a chunk element by element.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksOfMany)
     step_elements(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
@@ -145,43 +135,19 @@ Parameters<Rule> parameters_of(const CudaCall& call) {
   return p;
 }
 
-template <class Rule, DType w, DType state>
-void launch_vectors(const Parameters<Rule>& p, const Work& work, void* stream) {
-  using Vector = VectorTypes<w, state>;
-  const auto blocks = static_cast<unsigned>(work.count);
-  if constexpr (w == DType::bf16) {
-    if (p.rounding.stochastic) {
-      LOCO_LAUNCH((step_vectors<Rule, Vector, true>), blocks, kThreads, stream, p, work.first);
-      return;
-    }
-  }
-  LOCO_LAUNCH((step_vectors<Rule, Vector, false>), blocks, kThreads, stream, p, work.first);
-}
-
-template <class Rule, typename T>
-void launch_elements(const Parameters<Rule>& p, const Work& work, void* stream) {
-  LOCO_LAUNCH((step_elements<Rule, T>), static_cast<unsigned>(work.count), kThreads, stream, p, work.first);
-}
-
 template <class Rule>
 void launch(const Parameters<Rule>& p, const Work& work, void* stream) {
-  switch (static_cast<Types>(work.kind)) {
-    case Types::f32:
-      return launch_vectors<Rule, DType::f32, DType::f32>(p, work, stream);
-    case Types::f64:
-      return launch_vectors<Rule, DType::f64, DType::f64>(p, work, stream);
-    case Types::bf16:
-      return launch_vectors<Rule, DType::bf16, DType::bf16>(p, work, stream);
-    case Types::f16:
-      return launch_vectors<Rule, DType::f16, DType::f16>(p, work, stream);
-    case Types::bf16_f32:
-      return launch_vectors<Rule, DType::bf16, DType::f32>(p, work, stream);
-    case Types::f16_f32:
-      return launch_vectors<Rule, DType::f16, DType::f32>(p, work, stream);
-    case Types::any:
-      return launch_elements<Rule, float>(p, work, stream);
-    case Types::any_f64:
-      return launch_elements<Rule, double>(p, work, stream);
+  const auto blocks = static_cast<unsigned>(work.count);
+  const auto types = static_cast<Types>(work.kind);
+  if (types == Types::any) {
+    LOCO_LAUNCH((step_elements<Rule, float>), blocks, kThreads, stream, p, work.first);
+  } else if (types == Types::any_f64) {
+    LOCO_LAUNCH((step_elements<Rule, double>), blocks, kThreads, stream, p, work.first);
+  } else {
+    with_vector_types(types, p.rounding.stochastic, [&](auto vector, auto stochastic) {
+      LOCO_LAUNCH((step_vectors<Rule, decltype(vector), decltype(stochastic)::value>), blocks, kThreads, stream, p,
+                  work.first);
+    });
   }
 }
 

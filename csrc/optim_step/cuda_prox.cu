@@ -18,7 +18,6 @@
 
 #include "common/launch.h"
 #include "common/mistake.h"
-#include "optim_step/cuda_prox.h"
 #include "optim_step/gpu_prox.h"
 
 namespace loco::optim_step {

@@ -26,7 +26,6 @@ int state_count(const StepArgs& args) {
   return static_cast<int>(count);
 }
 
-// Returns a penalty of StepArgs::penalties.
 ring_prox::Penalty penalty_of(TensorRef tensor, size_t index) {
   const View view = view_of(tensor, "penalties", index);
   const auto* const values = static_cast<const double*>(view.data);
@@ -65,8 +64,6 @@ bool are_apart(std::vector<Interval> intervals) {
   }
   return true;
 }
-
-std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 
 }  // namespace
 
@@ -113,9 +110,8 @@ void Gather::keep_gradients() {
   for (size_t i = 0; i < regions_.size(); ++i) {
     const Region& region = regions_[i];
     if (i % lists == kGrads) {
-      grad_layouts_.push_back({extents_.size(), region.ndim, region.bytes});
-      extents_.insert(extents_.end(), region.sizes, region.sizes + region.ndim);
-      extents_.insert(extents_.end(), region.strides, region.strides + region.ndim);
+      grad_layouts_.push_back(
+          {{region.sizes, region.sizes + region.ndim}, {region.strides, region.strides + region.ndim}, region.bytes});
     } else if (region.bytes > 0) {
       written_.push_back({region.data, region.data + region.bytes});
     }
@@ -148,11 +144,11 @@ bool Gather::read_again(const StepArgs& args, int columns) {
 bool Gather::is_laid_out_as_before(const View& grad, size_t index) const {
   const GradLayout& layout = grad_layouts_[index];
   const Operand& before = steps_[index].g;
-  const int64_t* const extents = extents_.data() + layout.extents;
   const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
-  return grad.dtype == before.dtype && grad.ndim == layout.ndim &&
-         std::equal(grad.sizes, grad.sizes + grad.ndim, extents) &&
-         std::equal(grad.strides, grad.strides + grad.ndim, extents + grad.ndim) &&
+  const auto same = [&](const int64_t* extents, const std::vector<int64_t>& known) {
+    return std::equal(extents, extents + grad.ndim, known.begin(), known.end());
+  };
+  return grad.dtype == before.dtype && same(grad.sizes, layout.sizes) && same(grad.strides, layout.strides) &&
          (address(grad.data) - address(before.data)) % kAlignment == 0;
 }
 
@@ -168,7 +164,7 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
   const View view = view_of(hyper, "hyper", 0);
   const bool fits = view.dtype == DType::f64 && view.ndim == 2 && view.sizes[1] == columns && hyper.is_contiguous();
   LOCO_CHECK(fits, "hyper: expected a contiguous float64 tensor of shape (groups, ", columns, "), got shape ",
-             text(view));
+             shape_text(view));
   hyper_ = static_cast<const double*>(view.data);
   groups_ = view.sizes[0];
 }
@@ -181,17 +177,11 @@ void Gather::read_param(const StepArgs& args, size_t index) {
   lead_.axes = memory_order(lead_.view.ndim, lead_.view.sizes, lead_.view.strides, lead_.order);
   step.numel = lead_.view.numel;
   add_operand(lead_.view, "params", index, true, step.w);
-  step.group = args.group_index.empty() ? 0 : args.group_index[index];
-  LOCO_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1, ", got ",
-             step.group);
-  if (const int64_t which = args.map_index.empty() ? -1 : args.map_index[index]; which != -1) {
-    const int64_t maps = static_cast<int64_t>(args.maps.size());
-    LOCO_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
-    read_map(args.maps[which], index, which);
-  }
-  if (const int64_t which = args.penalty_index.empty() ? -1 : args.penalty_index[index]; which != -1) {
-    read_penalty(index, which);
-  }
+  step.group = read_index("group_index", args.group_index, index, 0, groups_);
+  const int64_t map = read_index("map_index", args.map_index, index, -1, args.maps.size());
+  if (map != -1) read_map(args.maps[map], index, map);
+  const int64_t penalty = read_index("penalty_index", args.penalty_index, index, -1, penalties_.size());
+  if (penalty != -1) read_penalty(index, penalty);
   step.first = !args.first.empty() && args.first[index] != 0;
   if (!args.seed) return;
   step.ordinal = static_cast<uint32_t>(args.ordinals[index]);
@@ -203,7 +193,7 @@ void Gather::read_param(const StepArgs& args, size_t index) {
 void Gather::check_shapes(const TensorList& params, const Tensor& expected) {
   const View view = view_of(expected, "shapes", 0);
   LOCO_CHECK(view.dtype == DType::f64 && view.ndim == 1 && expected.is_contiguous(),
-             "shapes: expected a contiguous float64 tensor of one dimension, got shape ", text(view));
+             "shapes: expected a contiguous float64 tensor of one dimension, got shape ", shape_text(view));
   const auto *next = static_cast<const double*>(view.data), *const end = next + view.numel;
   for (size_t i = 0; i < params.size(); ++i) {
     int64_t ndim, *sizes;
@@ -228,8 +218,8 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
     fits = broadcast || view.sizes[from] == param.sizes[d];
     strides[d] = broadcast ? 0 : view.strides[from];
   }
-  LOCO_CHECK(fits, "maps[", which, "]: expected a shape that broadcasts to params[", index, "], ", text(param),
-             ", got ", text(view));
+  LOCO_CHECK(fits, "maps[", which, "]: expected a shape that broadcasts to params[", index, "], ", shape_text(param),
+             ", got ", shape_text(view));
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
   step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
@@ -238,15 +228,12 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
 // Throws unless filters follow one another in memory, each with its taps or its channels fastest: these are the layouts
 // that FilterSolver supports.
 void Gather::read_penalty(size_t index, int64_t which) {
-  const auto penalties = static_cast<int64_t>(penalties_.size());
-  LOCO_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1, ", got ",
-             which);
   const ring_prox::Penalty& penalty = penalties_[which];
   const View& view = lead_.view;
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
   LOCO_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
-             "] to have filters of ", penalty.taps(), " taps, got shape ", text(view));
+             "] to have filters of ", penalty.taps(), " taps, got shape ", shape_text(view));
   TensorStep& step = steps_[index];
   if (step.numel == 0) return;
   int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
@@ -276,10 +263,8 @@ void Gather::read_counter(TensorRef counter, size_t index) {
 }
 
 void Gather::add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand) {
-  const bool same_shape =
-      view.ndim == lead_.view.ndim && std::equal(view.sizes, view.sizes + view.ndim, lead_.view.sizes);
-  LOCO_CHECK(same_shape, list, "[", index, "]: expected the shape of params[", index, "], ", text(lead_.view), ", got ",
-             text(view));
+  LOCO_CHECK(same_shape(view, lead_.view), list, "[", index, "]: expected the shape of params[", index, "], ",
+             shape_text(lead_.view), ", got ", shape_text(view));
   operand.data = view.data;
   operand.dtype = view.dtype;
   operand.nest = keep_unless_flat(view.strides, list, index);

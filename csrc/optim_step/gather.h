@@ -41,10 +41,8 @@ class Gather {
     int8_t order[kMaxDims];
   };
 
-  // The layout of a gradient. Its sizes and strides are in extents_.
   struct GradLayout {
-    size_t extents;
-    int64_t ndim;
+    std::vector<int64_t> sizes, strides;
     int64_t bytes;  // distance from the first byte to one past the last
   };
 
@@ -78,7 +76,6 @@ class Gather {
   int64_t groups_ = 0;
   bool writes_grads_ = false, has_lrs_ = false;
   std::vector<GradLayout> grad_layouts_;
-  std::vector<int64_t> extents_;
   // The memory that is written, by its begin. The end is that of the longest among this one and all before it.
   std::vector<Interval> written_;
 };

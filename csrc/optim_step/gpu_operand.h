@@ -23,7 +23,6 @@ class Packed {
     store_stored<dtype, N>(memory, i, all_, aligned);
   }
 
-  // Converts the first n elements to T.
   template <int n, typename T>
   LOCO_DEVICE void front(T (&out)[n]) const {
     Part<n> part;
@@ -33,7 +32,6 @@ class Packed {
     for (int k = 0; k < n; ++k) out[k] = widened<dtype, T>(part.values[k]);
   }
 
-  // Drops the first n elements.
   template <int n>
   LOCO_DEVICE void pop() {
 #pragma unroll

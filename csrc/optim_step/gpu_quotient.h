@@ -64,7 +64,6 @@ class AdamMoves {
     covers_ = s.bias_correction2_sqrt >= 0x1p-10f && s.bias_correction2_sqrt <= 1 && s.eps >= 0 && s.eps <= 0x1p40f;
   }
 
-  // Returns whether any move is covered.
   LOCO_DEVICE bool covers() const { return covers_; }
 
   // Returns the move, and makes `covered` false if that is outside of the range. second: what v is here, or its

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "common/mistake.h"
 
@@ -71,15 +72,9 @@ MapLayout layout_of(const Nest& nest) {
   return layout;
 }
 
-ring_prox::Shape shape_of(const TensorStep& t) {
-  const ring_prox::Penalty& penalty = *t.penalty;
-  const int64_t channels = t.numel / t.filters / penalty.taps();
-  return {channels, penalty.taps(), penalty.rings(), penalty.ring_of_tap.data(), t.channels_fastest};
-}
-
 // Returns the work of a single tensor, which may be merged with that of others.
 ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
-  const ring_prox::Shape shape = shape_of(t);
+  const ring_prox::Shape shape = t.shape();
   const bool is_double = t.w.dtype == DType::f64;
   const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
   const int64_t of_solver = ring_prox::solver_bytes(shape.rings, is_double, has_metric);
@@ -92,44 +87,55 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
 // are stored once.
 class Builder {
  public:
-  Builder(GpuTable& table, const Division& division) : table_(table), division_(division), s_(table.sections) {
-    s_.clear();
-  }
+  Builder(GpuTable& table, const Division& division) : table_(table), division_(division) {}
 
   void add(const std::vector<TensorStep>& tensors, bool has_metric) {
-    s_.entries.reserve(tensors.size());
+    entries_.reserve(tensors.size());
     for (const TensorStep& t : tensors) {
-      s_.entries.push_back(entry_of(t));
-      Entry& entry = s_.entries.back();
+      entries_.push_back(entry_of(t));
+      Entry& entry = entries_.back();
       const uint32_t kind = division_.kind_of(t, entry);
-      if (t.numel > 0 && entry.prox < 0) s_.order.emplace_back(kind, static_cast<int32_t>(s_.grads.size()));
-      s_.grads.push_back(t.g.data);
+      if (t.numel > 0 && entry.prox < 0) order_.emplace_back(kind, static_cast<int32_t>(grads_.size()));
+      grads_.push_back(t.g.data);
     }
     add_chunks();
     add_prox_chunks(tensors, has_metric);
   }
 
   void write(const Hyper& hyper) {
-    table_.bytes.clear();
     const auto append = [&](const auto& values) {
       return ring_prox::append(table_.bytes, values.data(), static_cast<int64_t>(values.size()));
     };
-    table_.grads = append(s_.grads);
+    table_.grads = append(grads_);
     table_.hyper = ring_prox::append(table_.bytes, hyper.rows, hyper.groups * hyper.columns);
     table_.has_lrs = !hyper.lrs.empty();
     table_.lrs = append(hyper.lrs);
-    table_.entries = append(s_.entries);
-    table_.nests = append(s_.nests);
-    table_.maps = append(s_.maps);
-    table_.chunks = append(s_.chunks);
-    table_.proxes = append(s_.proxes);
-    table_.taps = append(s_.taps);
-    table_.begins = append(s_.begins);
-    table_.thresholds = append(s_.thresholds);
-    table_.entry_count = static_cast<int64_t>(s_.entries.size());
+    table_.entries = append(entries_);
+    table_.nests = append(nests_);
+    table_.maps = append(maps_);
+    table_.chunks = append(chunks_);
+    table_.proxes = append(proxes_);
+    table_.taps = append(taps_);
+    table_.begins = append(begins_);
+    table_.thresholds = append(thresholds_);
+    table_.entry_count = static_cast<int64_t>(entries_.size());
   }
 
  private:
+  // A decay map whose distinct values begin at index `begin` of maps_.
+  struct KnownMap {
+    const double* values;
+    Nest source;
+    int64_t begin;
+  };
+
+  // Identifies a prox. Parameters share it if they have the same penalty and number of channels in the same order.
+  struct KnownProx {
+    const ring_prox::Penalty* penalty;
+    int64_t channels;
+    bool channels_fastest;
+  };
+
   Entry entry_of(const TensorStep& t) {
     Entry e;
     std::memset(&e, 0, sizeof e);
@@ -189,22 +195,22 @@ class Builder {
   }
 
   int64_t keep_map(const double* map, const Nest& source) {
-    for (const Sections::Map& known : s_.known_maps) {
+    for (const KnownMap& known : known_maps_) {
       if (known.values == map && known.source == source) return known.begin;
     }
-    const auto begin = static_cast<int64_t>(s_.maps.size());
+    const auto begin = static_cast<int64_t>(maps_.size());
     for_runs(source, 0, source.length(), [&](int64_t, int64_t offset, int64_t stride, int64_t run) {
-      for (int64_t i = 0; i < run; ++i) s_.maps.push_back(map[offset + i * stride]);
+      for (int64_t i = 0; i < run; ++i) maps_.push_back(map[offset + i * stride]);
     });
-    s_.known_maps.push_back({map, source, begin});
+    known_maps_.push_back({map, source, begin});
     return begin;
   }
 
   int32_t keep_prox(const TensorStep& t) {
     const ring_prox::Penalty& penalty = *t.penalty;
-    const ring_prox::Shape shape = shape_of(t);
-    for (size_t i = 0; i < s_.proxes.size(); ++i) {
-      const Sections::KnownProx& known = s_.known_proxes[i];
+    const ring_prox::Shape shape = t.shape();
+    for (size_t i = 0; i < proxes_.size(); ++i) {
+      const KnownProx& known = known_proxes_[i];
       if (known.penalty == &penalty && known.channels == shape.channels &&
           known.channels_fastest == shape.channels_fastest) {
         return static_cast<int32_t>(i);
@@ -213,17 +219,17 @@ class Builder {
     Prox prox;
     std::memset(&prox, 0, sizeof prox);
     const ring_prox::RingOrder order = ring_prox::ring_order(shape);
-    prox.taps = extend(s_.taps, order.taps);
-    prox.begins = extend(s_.begins, order.begins);
-    prox.plain = extend(s_.thresholds, penalty.plain);
-    prox.squared = penalty.squared.empty() ? -1 : extend(s_.thresholds, penalty.squared);
+    prox.taps = extend(taps_, order.taps);
+    prox.begins = extend(begins_, order.begins);
+    prox.plain = extend(thresholds_, penalty.plain);
+    prox.squared = penalty.squared.empty() ? -1 : extend(thresholds_, penalty.squared);
     prox.channels = static_cast<uint32_t>(shape.channels);
     prox.tap_count = static_cast<uint32_t>(shape.taps);
     prox.rings = shape.rings;
     prox.channels_fastest = shape.channels_fastest;
-    s_.proxes.push_back(prox);
-    s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
-    return static_cast<int32_t>(s_.proxes.size() - 1);
+    proxes_.push_back(prox);
+    known_proxes_.push_back({&penalty, shape.channels, shape.channels_fastest});
+    return static_cast<int32_t>(proxes_.size() - 1);
   }
 
   // Appends `more` to `values` and returns its index there.
@@ -240,8 +246,8 @@ class Builder {
     std::memset(&copy, 0, sizeof copy);
     copy.count = nest->count;
     std::copy(nest->axes, nest->axes + nest->count, copy.axes);
-    s_.nests.push_back(copy);
-    return static_cast<int32_t>(s_.nests.size() - 1);
+    nests_.push_back(copy);
+    return static_cast<int32_t>(nests_.size() - 1);
   }
 
   // Divides entries without a prox into chunks, sorted by kind, and makes one Work per kind.
@@ -251,28 +257,27 @@ class Builder {
   // of those that are left (guided self-scheduling, Polychronopoulos and Kuck 1987). A launch that has less than a
   // whole chunk for each of them keeps whole chunks: it is short, and many small chunks would make its table long.
   void add_chunks() {
-    table_.works.clear();
     const auto parts_of = [&](int32_t entry) {
-      const int64_t body = s_.entries[entry].numel - s_.entries[entry].head;
+      const int64_t body = entries_[entry].numel - entries_[entry].head;
       return std::max<int64_t>(1, (body + division_.part - 1) / division_.part);
     };
-    const auto sort_of = [&](const auto& item) { return std::make_pair(item.first, -s_.entries[item.second].numel); };
-    std::stable_sort(s_.order.begin(), s_.order.end(),
+    const auto sort_of = [&](const auto& item) { return std::make_pair(item.first, -entries_[item.second].numel); };
+    std::stable_sort(order_.begin(), order_.end(),
                      [&](const auto& a, const auto& b) { return sort_of(a) < sort_of(b); });
     int64_t left = 0;  // parts of the same kind that are in no chunk yet
     bool is_long = false;
-    for (auto next = s_.order.begin(); next != s_.order.end(); ++next) {
+    for (auto next = order_.begin(); next != order_.end(); ++next) {
       const auto [kind, entry] = *next;
       if (table_.works.empty() || table_.works.back().kind != kind) {
-        table_.works.push_back({kind, static_cast<int64_t>(s_.chunks.size()), 0});
-        for (auto it = next; it != s_.order.end() && it->first == kind; ++it) left += parts_of(it->second);
+        table_.works.push_back({kind, static_cast<int64_t>(chunks_.size()), 0});
+        for (auto it = next; it != order_.end() && it->first == kind; ++it) left += parts_of(it->second);
         is_long = left >= kResident * division_.most_parts;
       }
       const int64_t parts = parts_of(entry);
       for (int64_t begin = 0, count; begin < parts; begin += count, left -= count) {
         const int64_t share = is_long ? (left + kResident - 1) / kResident : division_.most_parts;
         count = std::min({share, division_.most_parts, parts - begin});
-        s_.chunks.push_back({entry, static_cast<int32_t>(begin), static_cast<int32_t>(count)});
+        chunks_.push_back({entry, static_cast<int32_t>(begin), static_cast<int32_t>(count)});
         ++table_.works.back().count;
       }
     }
@@ -283,23 +288,22 @@ class Builder {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     std::vector<std::pair<ProxWork, int32_t>> order;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      if (s_.entries[i].prox < 0) continue;
+      if (entries_[i].prox < 0) continue;
       order.emplace_back(prox_work_of(tensors[i], has_metric), static_cast<int32_t>(i));
     }
     const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.on_chip, w.threads); };
     std::stable_sort(order.begin(), order.end(),
                      [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
-    table_.prox_works.clear();
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
           works.back().filters + of_entry.filters > most) {
         works.push_back(of_entry);
-        works.back().first = static_cast<int64_t>(s_.chunks.size());
+        works.back().first = static_cast<int64_t>(chunks_.size());
         works.back().count = works.back().filters = 0;
       }
       ProxWork& work = works.back();
-      s_.chunks.push_back({entry, static_cast<int32_t>(work.filters), 1});
+      chunks_.push_back({entry, static_cast<int32_t>(work.filters), 1});
       ++work.count;
       work.filters += of_entry.filters;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
@@ -309,7 +313,18 @@ class Builder {
 
   GpuTable& table_;
   const Division& division_;
-  Sections& s_;
+  std::vector<void*> grads_;
+  std::vector<Entry> entries_;
+  std::vector<Nest> nests_;
+  std::vector<double> maps_;
+  std::vector<KnownMap> known_maps_;
+  std::vector<Chunk> chunks_;
+  std::vector<std::pair<uint32_t, int32_t>> order_;  // entries with elements and without a prox, by kind
+  std::vector<Prox> proxes_;
+  std::vector<KnownProx> known_proxes_;  // parallel to proxes_
+  std::vector<ring_prox::Tap> taps_;
+  std::vector<uint32_t> begins_;
+  std::vector<double> thresholds_;
 };
 
 }  // namespace

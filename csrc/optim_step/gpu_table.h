@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "common/platform.h"
@@ -20,7 +19,6 @@ constexpr uint32_t kMostWidth = 8;  // most elements that a thread steps at a ti
 // coefficients follow each other there, also where the cycle begins again, which takes kMostWidth more.
 constexpr uint32_t kCached = 2048, kCachedWithProx = 256;
 
-// Returns whether a block caches a cyclic map's coefficients.
 LOCO_HD bool caches(int64_t period, uint32_t cached) { return period + kMostWidth <= cached; }
 
 // Ways to look up the decay map's value at an element.
@@ -116,41 +114,6 @@ struct ProxWork {
   int64_t solver_bytes;  // the most that a solver takes in shared memory
 };
 
-// The sections of a table while it is being built.
-struct Sections {
-  // A decay map whose distinct values begin at index `begin` of maps.
-  struct Map {
-    const double* values;
-    Nest source;
-    int64_t begin;
-  };
-
-  // Identifies a prox. Parameters share it if they have the same penalty and number of channels in the same order.
-  struct KnownProx {
-    const ring_prox::Penalty* penalty;
-    int64_t channels;
-    bool channels_fastest;
-  };
-
-  std::vector<void*> grads;
-  std::vector<Entry> entries;
-  std::vector<Nest> nests;
-  std::vector<double> maps;
-  std::vector<Map> known_maps;
-  std::vector<Chunk> chunks;
-  std::vector<std::pair<uint32_t, int32_t>> order;  // entries with elements and without a prox, by kind
-  std::vector<Prox> proxes;
-  std::vector<KnownProx> known_proxes;  // parallel to proxes
-  std::vector<ring_prox::Tap> taps;
-  std::vector<uint32_t> begins;
-  std::vector<double> thresholds;
-
-  void clear() {
-    grads.clear(), entries.clear(), nests.clear(), maps.clear(), known_maps.clear(), chunks.clear(), order.clear();
-    proxes.clear(), known_proxes.clear(), taps.clear(), begins.clear(), thresholds.clear();
-  }
-};
-
 struct GpuTable {
   std::vector<unsigned char> bytes;
   std::vector<Work> works;
@@ -160,10 +123,8 @@ struct GpuTable {
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
   int64_t proxes = 0, taps = 0, begins = 0, thresholds = 0;
   bool has_lrs = false;
-  Sections sections;
 };
 
-// The groups' hyper-parameters.
 struct Hyper {
   const double* rows;  // [groups, columns], contiguous
   int64_t groups;
@@ -179,7 +140,7 @@ void build(GpuTable& table, const Division& division, const std::vector<TensorSt
            bool has_metric);
 
 // Writes the addresses of the gradients and the hyper-parameters into a table that has been built from the same
-// tensors. Returns false, with nothing changed, for an empty table and for one with other numbers of hyper-parameters.
+// tensors. Returns false, with nothing changed, for an empty table.
 bool refresh(GpuTable& table, const std::vector<TensorStep>& tensors, const Hyper& hyper);
 
 }  // namespace loco::optim_step

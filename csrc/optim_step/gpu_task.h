@@ -83,12 +83,6 @@ struct Task {
   // Returns the decay coefficient for the entry's map value number `value`.
   LOCO_DEVICE T coefficient(int64_t value) const { return static_cast<T>(coefficients.at(p.maps[entry.map + value])); }
 
-  LOCO_DEVICE PhiloxKey key() const {
-    const Rounding& r = p.rounding;
-    return {static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), entry.ordinal, r.step};
-  }
-
-  // Returns the step size of the prox that may end the step.
   LOCO_DEVICE double prox_step() const {
     return Rule::prox_step(row_of(p, entry), lr_of(p, entry),
                            (entry.state[0] != nullptr) != LOCO_MISTAKE(step_prox_step));
@@ -99,16 +93,15 @@ struct Task {
 
   // Draws random words for element i: one for the parameter, then one per state.
   LOCO_DEVICE void draw(int64_t i, uint32_t (&words)[1 + kStates]) const {
-    philox(key(), static_cast<uint64_t>(offset_in(p.nests, entry.nests[kNestLogical], i, narrow())), words);
+    const int64_t element = offset_in(p.nests, entry.nests[kNestLogical], i, narrow());
+    philox(p.rounding.key(entry.ordinal), static_cast<uint64_t>(element), words);
   }
 
   // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
-  // Returns whether the gradient's vectors are at 16-byte boundaries.
   LOCO_DEVICE bool g_aligned() const { return entry.g_aligned || LOCO_MISTAKE(step_unaligned); }
 
-  // Returns the gradient of what is minimised: negated to maximize.
   LOCO_DEVICE T descent(T gradient) const { return p.options.maximize ? -gradient : gradient; }
   LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
 };
@@ -180,12 +173,10 @@ struct Cycle {
     if (!LOCO_MISTAKE(step_barrier)) __syncthreads();
   }
 
-  // An element's place in the cycle.
   struct Position {
     uint32_t within, value;  // its number in its run, and the number of its value
   };
 
-  // Returns the place of the element at begin + offset.
   LOCO_DEVICE Position at(uint32_t offset) const {
     if (period == 0) return {0, 0};
     const uint32_t i = rest + offset, first = LOCO_MISTAKE(step_phase) ? 0 : phase;
@@ -252,7 +243,18 @@ struct VectorTypes {
   using T = std::conditional_t<w == DType::f64, double, float>;
 };
 
-// Applies one kind of decay to n elements.
+// Calls visit(VectorTypes, whether bfloat16 is rounded stochastically) for types below Types::any.
+template <class Visit>
+LOCO_HD void with_vector_types(Types types, bool stochastic, const Visit& visit) {
+  constexpr std::false_type nearest;
+  if (types == Types::f32) return visit(VectorTypes<DType::f32, DType::f32>(), nearest);
+  if (types == Types::f64) return visit(VectorTypes<DType::f64, DType::f64>(), nearest);
+  if (types == Types::f16) return visit(VectorTypes<DType::f16, DType::f16>(), nearest);
+  if (types == Types::f16_f32) return visit(VectorTypes<DType::f16, DType::f32>(), nearest);
+  const auto bf16 = [&](auto vector) { stochastic ? visit(vector, std::true_type()) : visit(vector, nearest); };
+  types == Types::bf16 ? bf16(VectorTypes<DType::bf16, DType::bf16>()) : bf16(VectorTypes<DType::bf16, DType::f32>());
+}
+
 template <int n, typename T>
 LOCO_DEVICE void decay_all(Decay decay, T (&w)[n], T (&g)[n], const T (&c)[n]) {
 #pragma unroll
@@ -275,15 +277,14 @@ LOCO_DEVICE void decay_all(const Task<Rule, T>& task, T (&w)[n], T (&g)[n], cons
   }
 }
 
-// Updates n elements. metric: output for a prox that follows.
+// Moves n elements after the decay. metric: output for a prox that follows.
 template <int n, class Rule, typename T>
-LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], T (&g)[n], T (&state)[kStates][n], const T (&c)[n],
-                            T (&metric)[n]) {
-  decay_all(task, w, g, c);
+LOCO_DEVICE void move_each(const Task<Rule, T>& task, T (&w)[n], const T (&d)[n], T (&state)[kStates][n],
+                           T (&metric)[n]) {
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
-    metric[k] = move(w[k], g[k], of_element, task.flags, task.scalars);
+    metric[k] = move(w[k], d[k], of_element, task.flags, task.scalars);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
   }
@@ -296,13 +297,8 @@ struct MoveAll {
 
   template <int n>
   LOCO_DEVICE void operator()(const Task<Rule, T>& task, T (&w)[n], const T (&d)[n], T (&state)[kStates][n]) const {
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
-      move(w[k], d[k], of_element, task.flags, task.scalars);
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
-    }
+    T unused[n];
+    move_each(task, w, d, state, unused);
   }
 };
 
@@ -441,7 +437,8 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
     } else {
       all_g.template pop<n>();
     }
-    update_all(task, w, g, state, c, metric);
+    decay_all(task, w, g, c);
+    move_each(task, w, g, state, metric);
     uint32_t random[1 + kStates][n];
     if constexpr (stochastic) draw_all(task, i + begin, random);
     keep(w, metric, stochastic ? random[0] : nullptr);
@@ -454,5 +451,14 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
     if (e.state[k]) all_state[k].store(e.state[k], i);
   }
 }
+
+// The steps of entries with a penalty (cuda_prox.cu).
+
+// Returns the bytes of GPU memory needed for filters that are too large for a block's shared memory.
+int64_t prox_bytes(const GpuTable& table);
+
+// Launches the kernels of this step. memory: prox_bytes of GPU memory, aligned to 16 bytes.
+template <class Rule>
+void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned char* memory);
 
 }  // namespace loco::optim_step

@@ -34,6 +34,14 @@ struct Options {
   bool amsgrad, decoupled;  // Adam
 };
 
+// Increments a step counter, one float32 or float64 element, and returns the number of this step.
+LOCO_HD double count_step(void* counter, bool is_double) {
+  if (is_double) return *static_cast<double*>(counter) += 1;
+  const double step = 1 + static_cast<double>(*static_cast<float*>(counter));
+  *static_cast<float*>(counter) = static_cast<float>(step);
+  return step;
+}
+
 struct Sgd {
   using Flags = SgdFlags;
   template <typename T>

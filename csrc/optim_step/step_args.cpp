@@ -48,17 +48,21 @@ AgainArgs unpack_again(StableIValue* stack) {
   return again;
 }
 
+int64_t read_index(const char* name, const Ints& list, size_t at, int64_t least, int64_t count) {
+  const int64_t index = list.empty() ? least : list[at];
+  LOCO_CHECK(index >= least && index < count, name, "[", at, "]: expected ", least, " to ", count - 1, ", got ", index);
+  return index;
+}
+
 std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const DeviceId& device) {
   const Ints& index = args.lr_index;
   if (index.empty()) return {};
   LOCO_CHECK(static_cast<int64_t>(index.size()) == groups, "lr_index: expected ", groups,
              " entries, one per row of hyper, or none, got ", index.size());
-  const auto count = static_cast<int64_t>(args.lrs.size());
   std::vector<View> result(groups, View{});
   for (int64_t i = 0; i < groups; ++i) {
-    if (index[i] == -1) continue;
-    LOCO_CHECK(index[i] >= 0 && index[i] < count, "lr_index[", i, "]: expected -1 to ", count - 1, ", got ", index[i]);
-    result[i] = scalar_view(args.lrs[index[i]], "lrs", index[i], device);
+    const int64_t lr = read_index("lr_index", index, i, -1, args.lrs.size());
+    if (lr != -1) result[i] = scalar_view(args.lrs[lr], "lrs", lr, device);
   }
   return result;
 }

@@ -52,6 +52,10 @@ struct AgainArgs {
 
 AgainArgs unpack_again(StableIValue* stack);
 
+// Returns entry `at` of a list of indices, or `least` if the list is empty; throws unless it is from least to count
+// - 1.
+int64_t read_index(const char* name, const Ints& list, size_t at, int64_t least, int64_t count);
+
 // Returns a view of each group's entry in lrs, shape [groups]. Its data is null if the group has none. The result is
 // empty if lr_index is.
 std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const DeviceId& device);

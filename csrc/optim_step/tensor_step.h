@@ -25,6 +25,12 @@ struct TensorStep {
   int64_t filters;                    // with a penalty: number of filters, each of numel / filters consecutive elements
   bool channels_fastest;              // with a penalty: channels vary fastest in a filter; else taps do
   uint32_t ordinal;                   // identifies the parameter, for stochastic rounding
+
+  // Returns the shape of a filter, with a penalty.
+  ring_prox::Shape shape() const {
+    const int64_t channels = numel / filters / penalty->taps();
+    return {channels, penalty->taps(), penalty->rings(), penalty->ring_of_tap.data(), channels_fastest};
+  }
 };
 
 // Stochastic rounding draws from Philox with this seed and step.
@@ -32,6 +38,10 @@ struct Rounding {
   bool stochastic;
   uint64_t seed;
   uint32_t step;
+
+  LOCO_HD PhiloxKey key(uint32_t ordinal) const {
+    return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), ordinal, step};
+  }
 };
 
 }  // namespace loco::optim_step

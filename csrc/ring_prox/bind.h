@@ -7,15 +7,11 @@
 
 #include "common/stable.h"
 #include "common/strided.h"
-#include "ring_prox/filter_solver.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::ring_prox {
 
 using Ints = std::vector<int64_t>;
-
-inline bool same_shape(const View& a, const View& b) {
-  return a.ndim == b.ndim && std::equal(a.sizes, a.sizes + a.ndim, b.sizes);
-}
 
 // A weight tensor of shape [filters, channels, *taps] and the ring of each tap, checked and converted to plain structs.
 struct Reader {
@@ -27,14 +23,14 @@ struct Reader {
   Reader(const Tensor& weight, const Ints& rings, int64_t count)
       : device(device_of(weight)), view(view_of(weight, "weight", 0, device)) {
     LOCO_CHECK(view.ndim >= 2 && view.ndim < kMaxDims, "weight: expected 2 to ", kMaxDims - 1,
-               " dimensions, got shape ", shape_text(view.sizes, view.ndim));
+               " dimensions, got shape ", shape_text(view));
     LOCO_CHECK(count >= 1 && count <= kMaxRings, "rings: expected 1 to ", kMaxRings, " of them, got ", count);
     int64_t taps = 1;
     for (int64_t k = 2; k < view.ndim; ++k) taps *= view.sizes[k];
     LOCO_CHECK(taps == static_cast<int64_t>(rings.size()), "rings: expected one entry for each of the ", taps,
                " taps of weight, got ", rings.size());
     LOCO_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected filters of at least one weight, got shape ",
-               shape_text(view.sizes, view.ndim));
+               shape_text(view));
     for (const int64_t ring : rings) {
       LOCO_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);
       ring_of_tap.push_back(static_cast<int>(ring));
@@ -48,8 +44,8 @@ struct Reader {
   // Return the view of another tensor, which must be on the weight's device and have its shape.
   View view_like(const Tensor& tensor, const char* name) const {
     const View other = view_of(tensor, name, 0, device);
-    LOCO_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim), ", got ",
-               shape_text(other.sizes, other.ndim));
+    LOCO_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view), ", got ",
+               shape_text(other));
     return other;
   }
 };

@@ -16,14 +16,13 @@ namespace {
 Filters filters_of(const View& tensor, const Shape& shape, Nest& nest) {
   int8_t order[kMaxDims];
   int axes = 0;
-  if (shape.channels_fastest) order[axes++] = 1;
-  for (int64_t d = tensor.ndim - 1; d >= 2; --d) order[axes++] = static_cast<int8_t>(d);
-  if (!shape.channels_fastest) order[axes++] = 1;
-  int used = 0;
-  for (int k = 0; k < axes; ++k) {
-    if (tensor.sizes[order[k]] != 1) order[used++] = order[k];
-  }
-  LOCO_CHECK(make_nest(order, used, tensor.sizes, tensor.strides, nest), "weight: expected at most ", kMaxAxes,
+  const auto add = [&](int64_t d) {
+    if (tensor.sizes[d] != 1) order[axes++] = static_cast<int8_t>(d);
+  };
+  if (shape.channels_fastest) add(1);
+  for (int64_t d = tensor.ndim - 1; d >= 2; --d) add(d);
+  if (!shape.channels_fastest) add(1);
+  LOCO_CHECK(make_nest(order, axes, tensor.sizes, tensor.strides, nest), "weight: expected at most ", kMaxAxes,
              " strides that differ");
   return {{tensor.data, tensor.dtype, nest.flat() ? nullptr : &nest}, tensor.strides[0]};
 }
@@ -33,9 +32,8 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   Tensor out = empty_norms(weight, reader);
   std::vector<double> norms(reader.filter_count() * count);
   Nest nest;
-  const NormsCall call{reader.filter_count(), reader.shape, filters_of(reader.view, reader.shape, nest), norms.data(),
-                       parallel_for};
-  reader.view.dtype == DType::f64 ? norms_cpu<double>(call) : norms_cpu<float>(call);
+  const Call call{reader.filter_count(), reader.shape, parallel_for, filters_of(reader.view, reader.shape, nest)};
+  reader.view.dtype == DType::f64 ? norms_cpu<double>(call, norms.data()) : norms_cpu<float>(call, norms.data());
   const View to = view_of(out, "out", 0);
   store(to.dtype, norms.data(), to.data, to.numel);
   return out;
@@ -47,16 +45,10 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   const ThresholdRows rows = read_thresholds(thresholds, squared, reader.filter_count());
   Tensor out = torch::stable::empty_like(weight);
   Nest nests[3];
-  ProxCall call{reader.filter_count(),
-                reader.shape,
-                filters_of(reader.view, reader.shape, nests[0]),
-                {},
-                filters_of(view_of(out, "out", 0), reader.shape, nests[1]),
-                rows.plain,
-                rows.squared,
-                rows.stride,
-                linf,
-                parallel_for};
+  Call call{reader.filter_count(), reader.shape, parallel_for, filters_of(reader.view, reader.shape, nests[0])};
+  call.out = filters_of(view_of(out, "out", 0), reader.shape, nests[1]);
+  call.thresholds = rows.plain, call.squared = rows.squared, call.thresholds_stride = rows.stride;
+  call.linf = linf;
   if (metric) call.metric = filters_of(reader.view_like(*metric, "metric"), reader.shape, nests[2]);
   reader.view.dtype == DType::f64 ? prox_cpu<double>(call) : prox_cpu<float>(call);
   return out;

@@ -1,6 +1,4 @@
 // torch.ops.loco_ext.ring_norms and ring_prox on tensors of an NVIDIA GPU.
-#include "ring_prox/bind_cuda.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <limits>
@@ -8,7 +6,6 @@
 #include <vector>
 
 #include "common/cuda_upload.h"
-#include "common/device.h"
 #include "ring_prox/bind.h"
 #include "ring_prox/cuda.h"
 #include "ring_prox/gpu_table.h"
@@ -32,7 +29,7 @@ CudaCall call_of(const Reader& reader) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   LOCO_CHECK(reader.filter_count() <= most && reader.shape.numel() <= most,
              "weight: expected at most 2^31 - 1 filters and as many weights in each, got shape ",
-             shape_text(reader.view.sizes, reader.view.ndim));
+             shape_text(reader.view));
   return {reader.filter_count(), reader.shape, placed(reader.view)};
 }
 
@@ -99,7 +96,6 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   return out;
 }
 
-// Take the rings of the next weight's taps off a list.
 Ints next_rings(const Tensor& weight, const Ints& rings, size_t& begin) {
   size_t taps = 1;
   for (int64_t d = 2; d < weight.dim(); ++d) taps *= weight.size(d);

@@ -16,7 +16,8 @@
 #include <cmath>
 #include <vector>
 
-#include "common/convert.h"
+#include "common/staging.h"
+#include "ring_prox/filter_solver.h"
 
 namespace loco::ring_prox {
 namespace {
@@ -33,49 +34,33 @@ void fetch_for_writing(const T* to, int64_t count) {
   for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(reinterpret_cast<const char*>(to) + at, 1);
 }
 
+// A filter as T, in place or in a copy.
 template <typename T>
 class Copy {
  public:
-  // Return the weights of filter o as T, in the order of the nest.
+  // Return the weights of filter o, in the order of the nest.
   const T* load(const Filters& filters, int64_t o, int64_t count) {
-    const Operand at = moved(filters, o);
-    if (in_place<T>(at)) return static_cast<const T*>(at.data);
-    values_.resize(count);
-    const void* contiguous = at.data;
-    if (!at.flat()) {
-      raw_.resize(count);
-      copy_block<false>(at, 0, count, raw_.data());
-      contiguous = raw_.data();
-    }
-    loco::load(at.dtype, contiguous, values_.data(), count);
-    return values_.data();
+    T* const values = place(filters, o, count);
+    if (!in_place<T>(operand_)) stage_in(operand_, 0, count, values);
+    return values;
   }
 
   // Return where to write filter o; done() then stores it to the tensor if that is a copy.
   T* place(const Filters& filters, int64_t o, int64_t count) {
-    const Operand at = moved(filters, o);
-    if (in_place<T>(at)) return static_cast<T*>(at.data);
+    const Operand& all = filters.operand;
+    operand_ = {element(all, o * filters.stride), all.dtype, all.nest};
+    if (in_place<T>(operand_)) return static_cast<T*>(operand_.data);
     values_.resize(count);
     return values_.data();
   }
 
-  void done(const Filters& filters, int64_t o, int64_t count) {
-    const Operand at = moved(filters, o);
-    if (in_place<T>(at)) return;
-    if (at.flat()) return store(at.dtype, values_.data(), at.data, count);
-    raw_.resize(count);
-    store(at.dtype, values_.data(), raw_.data(), count);
-    copy_block<true>(at, 0, count, raw_.data());
+  void done() const {
+    if (!in_place<T>(operand_)) stage_out(operand_, 0, static_cast<int64_t>(values_.size()), values_.data());
   }
 
  private:
-  static Operand moved(const Filters& filters, int64_t o) {
-    const Operand& operand = filters.operand;
-    return {element(operand, o * filters.stride), operand.dtype, operand.nest};
-  }
-
+  Operand operand_{};
   std::vector<T> values_;
-  std::vector<uint64_t> raw_;
 };
 
 int64_t grain(const Shape& shape) { return std::max<int64_t>(1, kLeastShare / std::max<int64_t>(1, shape.numel())); }
@@ -83,19 +68,19 @@ int64_t grain(const Shape& shape) { return std::max<int64_t>(1, kLeastShare / st
 }  // namespace
 
 template <typename T>
-void norms_cpu(const NormsCall& call) {
+void norms_cpu(const Call& call, double* norms) {
   const int64_t numel = call.shape.numel();
   run_parallel(call.parallel_for, call.filters, grain(call.shape), [&](int64_t begin, int64_t end) {
     FilterSolver<T> solver(call.shape);
     Copy<T> weight;
     for (int64_t o = begin; o < end; ++o) {
-      solver.norms(weight.load(call.weight, o, numel), call.norms + o * call.shape.rings);
+      solver.norms(weight.load(call.weight, o, numel), norms + o * call.shape.rings);
     }
   });
 }
 
 template <typename T>
-void prox_cpu(const ProxCall& call) {
+void prox_cpu(const Call& call) {
   const int64_t numel = call.shape.numel();
   const bool large = call.filters * numel * static_cast<int64_t>(sizeof(T)) >= kLarge;
   run_parallel(call.parallel_for, call.filters, grain(call.shape), [&](int64_t begin, int64_t end) {
@@ -109,14 +94,14 @@ void prox_cpu(const ProxCall& call) {
       T* to = out.place(call.out, o, numel);
       if (large) fetch_for_writing(to, numel);
       solver.prox(u, d, thresholds, call.linf, to);
-      out.done(call.out, o, numel);
+      out.done();
     }
   });
 }
 
-template void norms_cpu<float>(const NormsCall& call);
-template void norms_cpu<double>(const NormsCall& call);
-template void prox_cpu<float>(const ProxCall& call);
-template void prox_cpu<double>(const ProxCall& call);
+template void norms_cpu<float>(const Call& call, double* norms);
+template void norms_cpu<double>(const Call& call, double* norms);
+template void prox_cpu<float>(const Call& call);
+template void prox_cpu<double>(const Call& call);
 
 }  // namespace loco::ring_prox

@@ -6,7 +6,7 @@
 
 #include "common/operand.h"
 #include "common/parallel.h"
-#include "ring_prox/filter_solver.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::ring_prox {
 
@@ -16,29 +16,23 @@ struct Filters {
   int64_t stride;   // in elements
 };
 
-struct NormsCall {
+struct Call {
   int64_t filters;
   Shape shape;
+  ParallelFor parallel_for;
   Filters weight;
-  double* norms;  // [filters, rings]
-  ParallelFor parallel_for;
-};
-
-struct ProxCall {
-  int64_t filters;
-  Shape shape;
-  Filters weight, metric, out;
+  // The following members are for the prox.
+  Filters metric = {}, out = {};
   // t and q of math.h, [filters, rings], or [rings] with a stride of 0. `squared` may be null.
-  const double *thresholds, *squared;
-  int64_t thresholds_stride;
-  bool linf;
-  ParallelFor parallel_for;
+  const double *thresholds = nullptr, *squared = nullptr;
+  int64_t thresholds_stride = 0;
+  bool linf = false;
 };
 
-// T is the type weights are converted to for the computation, float or double.
+// T is the type weights are converted to for the computation, float or double. norms: [filters, rings].
 template <typename T>
-void norms_cpu(const NormsCall& call);
+void norms_cpu(const Call& call, double* norms);
 template <typename T>
-void prox_cpu(const ProxCall& call);
+void prox_cpu(const Call& call);
 
 }  // namespace loco::ring_prox

@@ -57,26 +57,9 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
 }
 
-template <typename T, bool staged>
-void launch_prox(const CudaCall& call, const Size& size, const Parameters& p, void* stream) {
-  if (call.linf) {
-    LOCO_LAUNCH_SHARED((prox<Linf, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
-  } else if (call.metric.data) {
-    LOCO_LAUNCH_SHARED((prox<MetricSolver<T>, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
-  } else {
-    LOCO_LAUNCH_SHARED((prox<L2, T, staged>), size.blocks, size.threads, size.bytes, stream, p);
-  }
-}
-
-template <typename T>
-void launch_prox(const CudaCall& call, const Parameters& p, void* stream) {
-  const Size size = Size::of<T>(call, call.metric.data && !call.linf);
-  size.staged ? launch_prox<T, true>(call, size, p, stream) : launch_prox<T, false>(call, size, p, stream);
-}
-
 template <typename T>
 void launch_norms(const CudaCall& call, const Parameters& p, T* out, void* stream) {
-  const Size size = Size::of<T>(call, false);
+  const Size size = size_of(call);
   if (size.staged) {
     LOCO_LAUNCH_SHARED((norms<T, true>), size.blocks, size.threads, size.bytes, stream, p, out);
   } else {
@@ -94,8 +77,12 @@ void norms_cuda(const CudaCall& call, const GpuTable& table, const unsigned char
 
 void prox_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* stream) {
   const Parameters p = parameters_of(call, table, memory);
-  if (call.weight.dtype == DType::f64) return launch_prox<double>(call, p, stream);
-  launch_prox<float>(call, p, stream);
+  const Size size = size_of(call);
+  with_solver(call, size.staged, [&](auto chosen) {
+    using C = decltype(chosen);
+    LOCO_LAUNCH_SHARED((prox<typename C::Solver, typename C::T, C::staged>), size.blocks, size.threads, size.bytes,
+                       stream, p);
+  });
 }
 
 }  // namespace loco::ring_prox

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/dtype.h"
-#include "ring_prox/filter_solver.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::ring_prox {
 

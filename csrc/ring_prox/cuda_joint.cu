@@ -24,7 +24,6 @@
 #include "common/launch.h"
 #include "common/mistake.h"
 #include "ring_prox/cuda.h"
-#include "ring_prox/gpu_joint.h"
 #include "ring_prox/gpu_kernel.h"
 #include "ring_prox/gpu_launch.h"
 #include "ring_prox/gpu_models.h"
@@ -35,6 +34,89 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int kMostLayers = 24;  // of a launch
+
+// Solves for a given factor, and keeps sum_n q_n ||x(G_n)|| there.
+struct GivenFactor {
+  double factor;
+  double& sum;
+
+  template <class Solve, class Penalty>
+  LOCO_DEVICE void operator()(const Solve& solve, const Penalty& penalty, const double* found) const {
+    solve(factor);
+    sum = penalty(found);
+  }
+};
+
+// Finds the root of f - 2 S(f), where S is the falling sum over a layer's filters. It lies in global memory, and all of
+// its bytes are 0 before the first round.
+class JointSearch {
+ public:
+  // The factor to take the next sum at, or the root once it is found.
+  LOCO_DEVICE double factor() const { return factor_; }
+
+  // Whether factor() is the root, and whether the round after that is over, too.
+  LOCO_DEVICE bool is_found() const { return phase_ != kSearched; }
+  LOCO_DEVICE bool is_over() const { return phase_ == kOver; }
+  LOCO_DEVICE void end() { phase_ = kOver; }
+
+  // Take the sum at factor(). precision: relative error of f at which to end. Return whether the root is found.
+  LOCO_DEVICE bool take(double sum, double precision) {
+    const bool found = find(sum, precision);
+    phase_ = found ? kFound : kSearched;
+    return found;
+  }
+
+ private:
+  enum Phase { kSearched, kFound, kOver };
+
+  LOCO_DEVICE bool find(double sum, double precision) {
+    const double miss = factor_ - 2 * sum;
+    if (rounds_++ == 0) {
+      factor_ = -miss;
+      return !(factor_ > 0);
+    }
+    if (std::fabs(miss) <= precision * factor_) return true;
+    if (rounds_ == 2) {
+      if (!(miss > 0)) return true;
+      search_ = RootSearch(0, -factor_, factor_, miss);
+    } else if (search_.take(miss, precision) || rounds_ > kMostTrials) {
+      factor_ = search_.best();
+      return true;
+    }
+    factor_ = search_.at();
+    return false;
+  }
+
+  RootSearch search_;
+  double factor_;
+  int rounds_;
+  Phase phase_;
+};
+
+// Wait until all blocks of the grid are here, the given number of times since `arrived` was 0, and one of them has
+// called alone(), with all of its threads. is_last: in shared memory.
+template <class Alone>
+LOCO_DEVICE void meet_grid(unsigned* arrived, unsigned times, bool& is_last, const Alone& alone) {
+  const unsigned all = times * (gridDim.x + 1);  // the last block arrives once more when it has called alone()
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(arrived, 1u) + 2 + (LOCO_MISTAKE(joint_meeting) && gridDim.x > 1) == all;
+    __threadfence();
+  }
+  __syncthreads();
+  if (is_last) {
+    alone();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (is_last) atomicAdd(arrived, 1u);
+    while (atomicAdd(arrived, 0u) + LOCO_MISTAKE(joint_release) < all) continue;
+    __threadfence();
+  }
+  __syncthreads();
+}
 
 struct Meeting {
   unsigned arrived;  // the count of meet_grid
@@ -51,7 +133,6 @@ struct Layers {
 };
 static_assert(sizeof(Layers) <= 4096, "more parameters of a launch need CUDA 12.1");
 
-// Take the sums of all layers. Called by all threads of one block.
 template <typename T>
 LOCO_DEVICE void take_sums(const Layers& layers) {
   constexpr double kPrecision = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
@@ -111,29 +192,9 @@ __global__ void __launch_bounds__(kMostThreads, 2) joint_prox(const __grid_const
 // in a metric otherwise, and whether filters fit into shared memory.
 using Kind = std::tuple<bool, bool, bool, bool, unsigned>;
 
-Size size_of(const CudaCall& call) {
-  const bool in_metric = call.metric.data && !call.linf;
-  return call.weight.dtype == DType::f64 ? Size::of<double>(call, in_metric) : Size::of<float>(call, in_metric);
-}
-
 Kind kind_of(const CudaCall& call) {
   const Size size = size_of(call);
   return {call.weight.dtype == DType::f64, call.linf, call.metric.data && !call.linf, size.staged, size.threads};
-}
-
-template <class Solver, typename T>
-void launch(const Size& size, const Layers& layers, void* stream) {
-  if (size.staged) {
-    LOCO_LAUNCH_TOGETHER((joint_prox<Solver, T, true>), size.blocks, size.threads, size.bytes, stream, layers);
-  } else {
-    LOCO_LAUNCH_TOGETHER((joint_prox<Solver, T, false>), size.blocks, size.threads, size.bytes, stream, layers);
-  }
-}
-
-template <typename T>
-void launch(const CudaCall& call, const Size& size, const Layers& layers, void* stream) {
-  if (call.linf) return launch<Linf, T>(size, layers, stream);
-  call.metric.data ? launch<MetricSolver<T>, T>(size, layers, stream) : launch<L2, T>(size, layers, stream);
 }
 
 }  // namespace
@@ -176,8 +237,11 @@ void joint_prox_cuda(const std::vector<CudaCall>& calls, const JointTable& table
       }
       const int64_t filters = layers.begins[layers.count];
       size.blocks = static_cast<unsigned>(std::min<int64_t>(filters, std::numeric_limits<int32_t>::max()));
-      std::get<0>(kind) ? launch<double>(calls[members[first]], size, layers, stream)
-                        : launch<float>(calls[members[first]], size, layers, stream);
+      with_solver(calls[members[first]], size.staged, [&](auto chosen) {
+        using C = decltype(chosen);
+        LOCO_LAUNCH_TOGETHER((joint_prox<typename C::Solver, typename C::T, C::staged>), size.blocks, size.threads,
+                             size.bytes, stream, layers);
+      });
       sums += filters, searches += layers.count, ++meeting;
     }
   }

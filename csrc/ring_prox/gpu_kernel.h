@@ -111,7 +111,6 @@ class Kernel {
     return {p.rings, weights, p.metric.data ? weights + p.rings.numel() : nullptr};
   }
 
-  // Return the first weight of the block's filter.
   LOCO_DEVICE void* of_block(const Weights& weights) const {
     return static_cast<char*>(weights.data) +
            filter_ * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.filter_stride) * element_size(weights.dtype);
@@ -130,7 +129,6 @@ class Kernel {
     return finite_metric(load_any<T>(p_.metric.dtype, of_block(p_.metric), offset(p_.metric, kMetric, tap, channel)));
   }
 
-  // Copy the filter to shared memory, in ring order.
   LOCO_DEVICE void stage(const Weights& weights, OperandOf which, T* to) const {
     const void* from = of_block(weights);
     if (!weights.flat) {

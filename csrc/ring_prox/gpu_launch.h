@@ -1,8 +1,12 @@
 // Parameters and sizes of launches of the ring kernels, from a call and its table.
 #pragma once
 
+#include <type_traits>
+
 #include "ring_prox/cuda.h"
 #include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_models.h"
+#include "ring_prox/gpu_solve.h"
 #include "ring_prox/gpu_table.h"
 
 namespace loco::ring_prox {
@@ -25,20 +29,40 @@ inline Parameters parameters_of(const CudaCall& call, const GpuTable& table, con
           call.thresholds_stride};
 }
 
-// Launch configuration.
 struct Size {
   unsigned blocks, threads;
   unsigned bytes;  // of dynamic shared memory
   bool staged;     // whether it can hold the filter
-
-  template <typename T>
-  static Size of(const CudaCall& call, bool in_metric) {
-    const int64_t bytes = call.shape.numel() * static_cast<int64_t>(sizeof(T)) * (call.metric.data ? 2 : 1);
-    const int64_t of_solver = solver_bytes(call.shape.rings, sizeof(T) == 8, in_metric);
-    const bool staged = bytes + of_solver <= kMostStaged;
-    return {static_cast<unsigned>(call.filters), threads_for(call.shape),
-            static_cast<unsigned>(staged ? bytes + of_solver : of_solver), staged};
-  }
 };
+
+inline Size size_of(const CudaCall& call) {
+  const bool is_double = call.weight.dtype == DType::f64;
+  const int64_t bytes = call.shape.numel() * (is_double ? 8 : 4) * (call.metric.data ? 2 : 1);
+  const int64_t of_solver = solver_bytes(call.shape.rings, is_double, call.metric.data && !call.linf);
+  const bool staged = bytes + of_solver <= kMostStaged;
+  return {static_cast<unsigned>(call.filters), threads_for(call.shape),
+          static_cast<unsigned>(staged ? bytes + of_solver : of_solver), staged};
+}
+
+// The template arguments of a kernel.
+template <class S, typename Compute, bool in_shared>
+struct Chosen {
+  using Solver = S;
+  using T = Compute;
+  static constexpr bool staged = in_shared;
+};
+
+// Calls visit(Chosen) with the solver of the call's prox and the type it computes in.
+template <class Visit>
+void with_solver(const CudaCall& call, bool staged, const Visit& visit) {
+  const auto typed = [&](auto zero, auto in_shared) {
+    using T = decltype(zero);
+    constexpr bool is_staged = decltype(in_shared)::value;
+    if (call.linf) return visit(Chosen<Linf, T, is_staged>());
+    call.metric.data ? visit(Chosen<MetricSolver<T>, T, is_staged>()) : visit(Chosen<L2, T, is_staged>());
+  };
+  const auto sized = [&](auto zero) { staged ? typed(zero, std::true_type()) : typed(zero, std::false_type()); };
+  call.weight.dtype == DType::f64 ? sized(0.0) : sized(0.0f);
+}
 
 }  // namespace loco::ring_prox

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/gpu_memory.h"
 #include "common/mistake.h"
@@ -70,17 +69,6 @@ struct Ordered {
     for (uint32_t i = rings.begins[ring] + threadIdx.x; i < end; i += blockDim.x) visit(weight(i), metric(i));
   }
 };
-
-template <DType dtype>
-using Constant = std::integral_constant<DType, dtype>;
-
-template <class Visit>
-LOCO_DEVICE void with_dtype(DType dtype, const Visit& visit) {
-  if (dtype == DType::f32) return visit(Constant<DType::f32>());
-  if (dtype == DType::f64) return visit(Constant<DType::f64>());
-  if (dtype == DType::bf16) return visit(Constant<DType::bf16>());
-  visit(Constant<DType::f16>());
-}
 
 // Divides `count` elements from an address on into aligned vectors of 16 bytes, the first of which begins at element
 // `head`, and "ends": the elements before and after the vectors, fewer than 16 in all.

@@ -128,38 +128,25 @@ class Sums {
   LOCO_DEVICE double scaled_squares(double* const (&to)[count]) {
     sum_squares(to);
     if constexpr (sizeof(T) == 4) return 1;  // squares of floats fit in float64
-    bool safe = true;
-    for (int r = 0; r < rings_; ++r) safe = safe && to[0][r] > 1e-280 && to[0][r] < 1e280;
-    if (safe) return 1;
-    const double size = largest(0, rings_);
-    if (!(size > 0) || size == kInfinity) return 1;
-    int exponent;
-    std::frexp(size, &exponent);
-    scale_ = std::ldexp(1.0, exponent < -1020           ? 1020
-                             : exponent > 1020          ? -1020
-                             : LOCO_MISTAKE(ring_scale) ? exponent
-                                                        : -exponent);
-    sum_squares(to);
+    if (are_safe<double>(to[0], 0, rings_)) return 1;
+    scale_ = near_one(largest(0, rings_));
+    if (LOCO_MISTAKE(ring_scale)) scale_ = 1 / scale_;
+    if (scale_ != 1) sum_squares(to);
     return scale_;
   }
 
   // If the sums of squares of weight times metric, which scaled_squares has made, vanish or overflow, recompute them
-  // from the products times a power of two. Return the exponent of that power, 0 if nothing was recomputed.
-  LOCO_DEVICE int scale_weighed(double* weighed) {
-    if constexpr (sizeof(T) == 4) return 0;
-    bool safe = true;
-    for (int r = 0; r < rings_; ++r) safe = safe && weighed[r] > 1e-280 && weighed[r] < 1e280;
-    if (safe) return 0;
+  // from the products times a power of two. Return that power, 1 if nothing was recomputed.
+  LOCO_DEVICE double scale_weighed(double* weighed) {
+    if constexpr (sizeof(T) == 4) return 1;
+    if (are_safe<double>(weighed, 0, rings_)) return 1;
     double size[1] = {0};
     for (int r = 0; r < rings_; ++r) {
       for_ring(r, [&](T u, T d) { size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d))); });
     }
     reduce(size, Larger());
-    if (!(size[0] > 0) || size[0] == kInfinity) return 0;
-    int exponent;
-    std::frexp(size[0], &exponent);
-    exponent = exponent < -1020 ? -1020 : exponent > 1020 ? 1020 : exponent;
-    const double by = std::ldexp(1.0, -exponent);
+    const double by = near_one(size[0]);
+    if (by == 1) return 1;
     for (int r = 0; r < rings_; ++r) {
       double sums[1] = {0};
       for_ring(r, [&](T u, T d) {
@@ -170,7 +157,7 @@ class Sums {
       if (threadIdx.x == 0) weighed[r] = sums[0];
     }
     __syncthreads();
-    return -exponent;
+    return by;
   }
 
  private:
@@ -265,14 +252,14 @@ struct L2InMetric {
   double squares[kMaxRings], weighed[kMaxRings], inverses[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
   int first;             // first ring that does not vanish
-  int weighed_exponent;  // exponent of the power of two that scales `weighed`
+  double weighed_scale;  // the power of two that scales `weighed`
 
   template <class Sums, class Find>
   LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
-    const int exponent = sums.scale_weighed(weighed);
-    if (threadIdx.x == 0) weighed_exponent = exponent;
+    const double of_weighed = sums.scale_weighed(weighed);
+    if (threadIdx.x == 0) weighed_scale = of_weighed;
     const ScaledWeights<Sums> weights{sums};
     const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
@@ -284,7 +271,7 @@ struct L2InMetric {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
 #pragma unroll 1  // unrolling would take two more registers
-        for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
+        for (int n = 0; n < rings; ++n) derivatives[n] = t[n] * weighed_scale;
         first = chain(weighed, derivatives, rings, factors);
       }
       __syncthreads();

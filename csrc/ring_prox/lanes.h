@@ -18,21 +18,12 @@ constexpr int kShortSum = 4;
 
 // Return the sum of the lanes by adding halves, then quarters and so on, elementwise.
 LOCO_HD double total(const double (&lanes)[kLanes]) {
-  typedef double Eight __attribute__((vector_size(64)));
-  typedef double Four __attribute__((vector_size(32)));
-  typedef double Two __attribute__((vector_size(16)));
-  const auto halves = [](const auto& whole, auto& low, auto& high) LOCO_INLINE {
-    std::memcpy(&low, &whole, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&whole) + sizeof low, sizeof high);
-    low += high;
-  };
-  Eight eight, upper_eight;
-  Four four, upper_four;
-  Two two, upper_two;
-  halves(lanes, eight, upper_eight);
-  halves(eight, four, upper_four);
-  halves(four, two, upper_two);
-  return two[0] + two[1];
+  double sums[kLanes / 2];
+  for (int l = 0; l < kLanes / 2; ++l) sums[l] = lanes[l] + lanes[l + kLanes / 2];
+  for (int half = kLanes / 4; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
+  }
+  return sums[0];
 }
 
 LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }

@@ -1,11 +1,7 @@
 // Vectorised sums over contiguous weights, and their shrinkage.
 //
-//   squares   sum x^2            weighed_squares   sum (d u)^2
-//   moments   sum x^2 / (d + c)^k, x = u d / (d + c)
-//   multiply  out = x f           damp  out = u d / (d + c)           clip  out = sign(u) min(|u|, cap)
-//
-// x, u, d and out are contiguous [count]; sums, factors and c are float64 [rings]; the ring of each weight is given by
-// a Run.
+// rows.h has the formula of each function. x, u, d and out are contiguous [count]; sums, factors and c are float64
+// [rings]; the ring of each weight is given by a Run.
 //
 // Everything runs in one thread. A run of a single ring is summed in kLanes lanes, any other in one lane for each
 // weight of a period (lanes.h).

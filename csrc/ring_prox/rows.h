@@ -20,9 +20,9 @@ struct Run {
   int ring;  // ring of all weights if the period is 0
   int64_t period;
   int rings;
-  const int32_t* ring_of_lane;       // [period], elements as wide as a float
-  const int64_t* ring_of_long_lane;  // [stride()], as wide as a double; -1 beyond the period
-  double* lanes;                     // [kLaneSums * stride()], scratch
+  const int32_t* ring_of_lane = nullptr;       // [stride()], elements as wide as a float; -1 beyond the period
+  const int64_t* ring_of_long_lane = nullptr;  // [stride()], as wide as a double
+  double* lanes = nullptr;                     // [kLaneSums * stride()], scratch
 
   // The distance from one sum's lanes to those of the next.
   int64_t stride() const { return (period + kLanes - 1) / kLanes * kLanes; }
@@ -58,16 +58,6 @@ struct RowKernels {
   void (*clip)(const T* u, int64_t count, T cap, T* out);
 };
 
-LOCO_TABLE(RowKernels<float>, float_rows)
-LOCO_TABLE(RowKernels<double>, double_rows)
-
-template <typename T>
-const RowKernels<T>& rows() {
-  if constexpr (sizeof(T) == 4) {
-    return float_rows();
-  } else {
-    return double_rows();
-  }
-}
+LOCO_TABLES(RowKernels, rows)
 
 }  // namespace loco::ring_prox

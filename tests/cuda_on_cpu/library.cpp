@@ -6,8 +6,6 @@
 #include <algorithm>
 
 #include "devices.h"
-#include "optim_step/bind_cuda.h"
-#include "ring_prox/bind_cuda.h"
 #include "schemas.h"
 
 extern "C" {

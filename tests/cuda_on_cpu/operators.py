@@ -21,7 +21,6 @@ SOURCES = (
         "optim_step/gather.cpp",
         "optim_step/gpu_table.cpp",
         "common/cuda_upload.cu",
-        "common/device.cpp",
     ),
     *(
         "common/overlap.cpp",

@@ -18,7 +18,9 @@ int main(int argc, char** argv) {
   const double row[] = {0, 0, 0, 0};
   GpuTable table;
   build(table, kCudaDivision, tensors, {row, 1, 4, {}}, false);
-  for (const Chunk& chunk : table.sections.chunks) {
+  const auto* const chunks = reinterpret_cast<const Chunk*>(table.bytes.data() + table.chunks);
+  for (int64_t k = 0; k < (table.works.empty() ? 0 : table.works[0].count); ++k) {
+    const Chunk& chunk = chunks[k];
     const int64_t begin = chunk.index * kPart, end = begin + chunk.parts * kPart;
     std::printf("%d %ld %ld\n", chunk.entry, begin, std::min(end, tensors[chunk.entry].numel));
   }

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # the CPU's steps and the GPU's take a minute to 
 SOURCES = [
     *(f"optim_step/{name}" for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")),
     *("common/convert.cpp", "common/cuda_upload.cu"),
-    *("ring_prox/gpu_table.cpp", "ring_prox/filter_solver.cpp", "ring_prox/rows.cpp"),
+    *("ring_prox/gpu_table.cpp", "ring_prox/rows.cpp"),
 ]
 MISTAKES = (
     *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_filter"),

@@ -19,7 +19,7 @@ from tests.cuda_on_cpu import build, operators
 from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 SHARED_SOURCES = [
-    *(f"ring_prox/{name}" for name in ("gpu_table.cpp", "filter_solver.cpp", "rows.cpp")),
+    *(f"ring_prox/{name}" for name in ("gpu_table.cpp", "rows.cpp")),
     "common/cuda_upload.cu",
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
