@@ -136,17 +136,17 @@ class Sums {
   }
 
   // If the sums of squares of weight times metric, which scaled_squares has made, vanish or overflow, recompute them
-  // from the products times a power of two. Return that power, 1 if nothing was recomputed.
-  LOCO_DEVICE double scale_weighed(double* weighed) {
-    if constexpr (sizeof(T) == 4) return 1;
-    if (are_safe<double>(weighed, 0, rings_)) return 1;
+  // from the products times a power of two. Return the exponent of that power, 0 if nothing was recomputed.
+  LOCO_DEVICE int scale_weighed(double* weighed) {
+    if constexpr (sizeof(T) == 4) return 0;
+    if (are_safe<double>(weighed, 0, rings_)) return 0;
     double size[1] = {0};
     for (int r = 0; r < rings_; ++r) {
       for_ring(r, [&](T u, T d) { size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d))); });
     }
     reduce(size, Larger());
     const double by = near_one(size[0]);
-    if (by == 1) return 1;
+    if (by == 1) return 0;
     for (int r = 0; r < rings_; ++r) {
       double sums[1] = {0};
       for_ring(r, [&](T u, T d) {
@@ -157,7 +157,7 @@ class Sums {
       if (threadIdx.x == 0) weighed[r] = sums[0];
     }
     __syncthreads();
-    return by;
+    return std::ilogb(by);
   }
 
  private:
@@ -252,14 +252,14 @@ struct L2InMetric {
   double squares[kMaxRings], weighed[kMaxRings], inverses[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
   int first;             // first ring that does not vanish
-  double weighed_scale;  // the power of two that scales `weighed`
+  int weighed_exponent;  // exponent of the power of two that scales `weighed`
 
   template <class Sums, class Find>
   LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
-    const double of_weighed = sums.scale_weighed(weighed);
-    if (threadIdx.x == 0) weighed_scale = of_weighed;
+    const int exponent = sums.scale_weighed(weighed);
+    if (threadIdx.x == 0) weighed_exponent = exponent;
     const ScaledWeights<Sums> weights{sums};
     const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
@@ -271,7 +271,7 @@ struct L2InMetric {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
 #pragma unroll 1  // unrolling would take two more registers
-        for (int n = 0; n < rings; ++n) derivatives[n] = t[n] * weighed_scale;
+        for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
         first = chain(weighed, derivatives, rings, factors);
       }
       __syncthreads();
