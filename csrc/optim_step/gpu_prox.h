@@ -71,6 +71,13 @@ LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle
   }
 }
 
+template <class Types, class Rule, typename T, bool on_chip>
+LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
+                                     const Ordered<T, on_chip>& filter) {
+  if (task.stochastic()) return update_vectors<Types, true>(task, cycle, span, filter);
+  update_vectors<Types, false>(task, cycle, span, filter);
+}
+
 // Updates all elements of a filter and puts them in ring order. The threads of a block share the work. coefficients:
 // [kCachedWithProx] in shared memory.
 template <class Rule, typename T, bool on_chip>
@@ -78,13 +85,18 @@ LOCO_DEVICE void update_filter(const Task<Rule, T>& task, const Ordered<T, on_ch
   const Types types = task.entry.types;
   const Span span = span_of(task.entry, task.begin, filter.rings.numel(), types < Types::any);
   const Cycle<T> cycle(task, coefficients, kCachedWithProx);
-  if (types < Types::any) {
-    with_vector_types(types, task.stochastic(), [&](auto vector, auto stochastic) {
-      using Vector = decltype(vector);
-      if constexpr (std::is_same_v<typename Vector::T, T>) {
-        update_vectors<Vector, decltype(stochastic)::value>(task, cycle, span, filter);
-      }
-    });
+  if constexpr (sizeof(T) == 8) {
+    update_vectors<VectorTypes<DType::f64, DType::f64>, false>(task, cycle, span, filter);
+  } else if (types == Types::f32) {
+    update_vectors<VectorTypes<DType::f32, DType::f32>, false>(task, cycle, span, filter);
+  } else if (types == Types::bf16) {
+    update_bf16_vectors<VectorTypes<DType::bf16, DType::bf16>>(task, cycle, span, filter);
+  } else if (types == Types::f16) {
+    update_vectors<VectorTypes<DType::f16, DType::f16>, false>(task, cycle, span, filter);
+  } else if (types == Types::bf16_f32) {
+    update_bf16_vectors<VectorTypes<DType::bf16, DType::f32>>(task, cycle, span, filter);
+  } else if (types == Types::f16_f32) {
+    update_vectors<VectorTypes<DType::f16, DType::f32>, false>(task, cycle, span, filter);
   }
   for (uint32_t k = threadIdx.x; k < span.ends(); k += blockDim.x) {
     const uint32_t offset = span.end(k);

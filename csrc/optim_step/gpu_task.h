@@ -243,18 +243,6 @@ struct VectorTypes {
   using T = std::conditional_t<w == DType::f64, double, float>;
 };
 
-// Calls visit(VectorTypes, whether bfloat16 is rounded stochastically) for types below Types::any.
-template <class Visit>
-LOCO_HD void with_vector_types(Types types, bool stochastic, const Visit& visit) {
-  constexpr std::false_type nearest;
-  if (types == Types::f32) return visit(VectorTypes<DType::f32, DType::f32>(), nearest);
-  if (types == Types::f64) return visit(VectorTypes<DType::f64, DType::f64>(), nearest);
-  if (types == Types::f16) return visit(VectorTypes<DType::f16, DType::f16>(), nearest);
-  if (types == Types::f16_f32) return visit(VectorTypes<DType::f16, DType::f32>(), nearest);
-  const auto bf16 = [&](auto vector) { stochastic ? visit(vector, std::true_type()) : visit(vector, nearest); };
-  types == Types::bf16 ? bf16(VectorTypes<DType::bf16, DType::bf16>()) : bf16(VectorTypes<DType::bf16, DType::f32>());
-}
-
 template <int n, typename T>
 LOCO_DEVICE void decay_all(Decay decay, T (&w)[n], T (&g)[n], const T (&c)[n]) {
 #pragma unroll
