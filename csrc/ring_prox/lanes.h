@@ -16,14 +16,15 @@ LOCO_KERNELS_BEGIN
 // The number of terms that are summed in their own type before they are added to a float64 sum.
 constexpr int kShortSum = 4;
 
-// Return the sum of the lanes by adding halves, then quarters and so on, elementwise.
+// Return the sum of the lanes by adding halves, then quarters and so on, elementwise. Each loop has a constant length:
+// otherwise the compiler would keep the lanes in memory while they are summed.
 LOCO_HD double total(const double (&lanes)[kLanes]) {
-  double sums[kLanes / 2];
-  for (int l = 0; l < kLanes / 2; ++l) sums[l] = lanes[l] + lanes[l + kLanes / 2];
-  for (int half = kLanes / 4; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
-  }
-  return sums[0];
+  static_assert(kLanes == 16, "three halvings leave two sums");
+  double sums[8];
+  for (int l = 0; l < 8; ++l) sums[l] = lanes[l] + lanes[l + 8];
+  for (int l = 0; l < 4; ++l) sums[l] += sums[l + 4];
+  for (int l = 0; l < 2; ++l) sums[l] += sums[l + 2];
+  return sums[0] + sums[1];
 }
 
 LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }
