@@ -82,7 +82,7 @@ struct Job {
 
 template <typename T>
 struct Workspace {
-  T operands[2 + kStates][kBlock];
+  alignas(64) T operands[2 + kStates][kBlock];  // so that vectors do not straddle two cache lines
   T coefficients[kBlock];
   int64_t elements[kBlock];
   uint32_t words[4][kBlock];
