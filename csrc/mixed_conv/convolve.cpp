@@ -20,7 +20,8 @@ LOCO_KERNELS_BEGIN
 
 constexpr int64_t kBandBytes = 384 << 10;  // less than the L2 cache, which the weights pass through, too
 
-// Offsets of a part's taps, relative to a vector's place in the band.
+// Offsets of a part's taps, [count], relative to a vector's place in the copy of the band, whose channels are `plane`
+// elements apart.
 struct Taps {
   const int64_t* offsets;
   int64_t count, channels, plane;
@@ -37,8 +38,9 @@ LOCO_HD void multiply_tap(const typename L::Word* weight, int64_t per_filter, co
   }
 }
 
-// Add weight[k][channel][tap] times vector v there to sums[k][v], in the order of channels, then taps. Each channel's
-// pixels are prefetched while those of the channel before are multiplied.
+// Add weight[k][channel][tap] times vector v there to sums[k][v], in the order of channels, then taps. weight is
+// contiguous [filters, channels, taps]; at[v] points to vector v in the copy of the band. Each channel's pixels are
+// prefetched while those of the channel before are multiplied.
 template <typename L, int K, int V>
 LOCO_HD void multiply(const Taps& taps, const typename L::Word* weight, const typename L::Word* const (&at)[V],
                       typename L::Vec (&sums)[K][V]) {

@@ -22,6 +22,7 @@ Tensor gpu_memory(int64_t bytes, TensorRef neighbour) {
 
 unsigned char* bytes_of(const Tensor& memory) { return static_cast<unsigned char*>(memory.mutable_data_ptr()); }
 
+// A step's table and its copy in GPU memory.
 class CudaTable {
  public:
   GpuTable table;
@@ -52,6 +53,7 @@ class CudaTable {
     return *memory_;
   }
 
+  // Lets the next step upload everything.
   void forget() { memory_.reset(); }
 
  private:

@@ -34,11 +34,13 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Para
   p.scalars[i] = Rule::scalars(row_of(p, entry), lr_of(p, entry), step);
 }
 
+// Returns the first element of a chunk.
 template <class Rule>
 LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
   return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kPart;
 }
 
+// Returns the number of elements of a chunk.
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
@@ -53,6 +55,7 @@ LOCO_DEVICE void step_and_store(const Task<Rule, T>& task, uint32_t offset) {
            [&](T w, T, int64_t at, uint32_t random) { store_any(e.w_dtype, e.w, at, w, task.stochastic(), random); });
 }
 
+// Steps a chunk element by element.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksOfMany)
     step_elements(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {

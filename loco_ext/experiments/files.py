@@ -2,7 +2,7 @@
 
 CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 in
 row-major order. MNIST and Fashion-MNIST: idx files, a header of big-endian integers followed by the bytes, plain or
-gzipped. All readers raise DataError for a file that cannot be read.
+gzipped.
 """
 
 import gzip
@@ -35,6 +35,9 @@ def cifar10(folder: Path) -> tuple[Samples, Samples]:
 
     Returns:
         ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 9.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "cifar-10-batches-bin", "data_batch_1.bin")
     batches = [_cifar(folder / f"data_batch_{number}.bin", 10_000, 1, 10) for number in range(1, 6)]
@@ -50,6 +53,9 @@ def cifar100(folder: Path) -> tuple[Samples, Samples]:
 
     Returns:
         ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 99.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "cifar-100-binary", "train.bin")
     return _cifar(folder / "train.bin", 50_000, 2, 100), _cifar(folder / "test.bin", 10_000, 2, 100)
@@ -64,6 +70,9 @@ def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
 
     Returns:
         ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 32, 32], and labels 0 to 9.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "FashionMNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
     train, test = _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
@@ -78,6 +87,9 @@ def mnist(folder: Path) -> tuple[Samples, Samples]:
 
     Returns:
         ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 28, 28], and labels 0 to 9.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "MNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
     return _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)

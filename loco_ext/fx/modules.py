@@ -31,7 +31,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def owners(model: nn.Module) -> Counter[int]:
+def count_owners(model: nn.Module) -> Counter[int]:
     """Return how many modules own each parameter, by the parameter's id."""
     return Counter(id(p) for module in {*model.modules()} for p in module.parameters(recurse=False))
 

@@ -79,11 +79,7 @@ def mixed_conv2d(
         result = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
         return result
     if isinstance(x, Tensor) and x.dim() == 3:
-        batched = isinstance(add, Tensor) and add.dim() > 3
-        if isinstance(add, Tensor) and add.dim() == 3:
-            options["add"] = add[None]
-        result = mixed_conv2d(x[None], weights, biases, pads, order, **options)
-        return result if batched else result[0]
+        return _of_one_image(x, weights, biases, pads, order, **options)
     if torch.jit.is_tracing():
         traced = torch.ops.loco_ext.mixed_conv2d_traced
         result = traced(x, weights, biases, _flat(pads), order, stride, dilation, add, relu)
@@ -97,11 +93,24 @@ def mixed_conv2d(
             if add is None or (add.shape == shape and add.dtype == x.dtype):
                 raise
     _check(*arguments)
-    # The compiled operator checks this itself; on a GPU the check would need a sync.
-    read = None if torch.compiler.is_compiling() else order
-    if read is not None and read.is_cpu and not torch.equal(read.sort().values, torch.arange(len(read))):
-        raise RuntimeError(f"order: expected each of 0 to {len(read) - 1} once")
+    if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # on a GPU the check would need a sync
+        _check_once_each(order)
     return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
+
+
+def _of_one_image(x: Tensor, *arguments: Any, add: Tensor | None, **options: Any) -> Tensor:
+    """Return the result without a batch dimension, unless ``add`` has one."""
+    batched = isinstance(add, Tensor) and add.dim() > 3
+    if isinstance(add, Tensor) and add.dim() == 3:
+        add = add[None]
+    result = mixed_conv2d(x[None], *arguments, add=add, **options)
+    return result if batched else result[0]
+
+
+def _check_once_each(order: Tensor) -> None:
+    """Raise if a filter occurs twice in ``order``; the compiled operator checks this itself."""
+    if not torch.equal(order.sort().values, torch.arange(len(order))):
+        raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
 
 
 def _native(

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from loco_ext.fx.modules import owners
+from loco_ext.fx.modules import count_owners
 from loco_ext.fx.operations import reads_numbers
 from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain, check_plain_weight, computed, is_convolution
@@ -111,7 +111,7 @@ def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchN
     graph = trace(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
     weights = Counter(map(_owner, called.values()))
-    readers = owners(graph)
+    readers = count_owners(graph)
     for node in graph.graph.nodes:
         if node.op == "get_attr" and any(map(reads_numbers, node.users)):
             readers[id(reduce(getattr, str(node.target).split("."), graph))] += 1

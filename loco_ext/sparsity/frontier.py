@@ -209,9 +209,8 @@ def frontier(
             trials = _search(model, fit, penalty, loss, store)
             largest = min(strength for strength, empty in trials if empty)
             strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
-        measure = _Measure(evaluate, None, example_inputs, folded, latency, store)
-        found = measure(model, replace(penalty, strength=0.0), 0.0, "model")
-        measure.refit = refit
+        measure = _Measure(evaluate, refit, example_inputs, folded, latency, store)
+        found = replace(measure, refit=None)(model, replace(penalty, strength=0.0), 0.0, "model")
         result = Frontier(settings, path, found.macs, found.latency_before, found.metrics, trials)
         current = model
         for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):

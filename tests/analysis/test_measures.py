@@ -1,4 +1,4 @@
-"""What all measures of a model have in common: neither the caller's settings nor the model's kind changes them."""
+"""Tests of all measures of a model: neither the caller's settings nor the kind of the model changes them."""
 
 import copy
 

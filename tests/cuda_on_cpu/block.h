@@ -57,7 +57,7 @@ struct Meeting {
   const char* file;
   int line;
   bool whole_block;
-  // Of a shuffle: the lanes that take part, this lane's value, and the lane whose value is wanted.
+  // A shuffle has the lanes that take part, this lane's value, and the lane whose value is wanted.
   uint32_t mask;
   uint64_t value;
   int source;

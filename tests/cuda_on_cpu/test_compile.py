@@ -1,4 +1,4 @@
-"""CUDA sources compile for every kind of GPU that is supported, and kernels keep to budgets of registers and memory."""
+"""CUDA sources compile for every GPU that is supported, and their kernels keep to budgets of registers and memory."""
 
 import json
 import re
@@ -13,8 +13,7 @@ from tests.cuda_on_cpu import ptx, ptxas, sass
 from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
-# The oldest and the newest target, and one between. Sources have other branches only before 80.
-TARGETS = ["75", "90", "120"]
+TARGETS = ["75", "80", "90", "100", "120"]
 
 
 def name_of(path):
@@ -169,7 +168,7 @@ def test_vectors_take_no_more_instructions_than_their_budget():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["90", "120"])
+@pytest.mark.parametrize("target", TARGETS[1:])
 def test_passes_of_adams_prox_take_no_instruction_in_float64(target):
     """Sums of moments in float32 have none at all, and weights are written by a division in float32."""
     kernels, budgets = disassembled("optim_step/cuda_prox.cu", target)

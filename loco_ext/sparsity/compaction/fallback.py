@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.fx.modules import is_hooked, owners, put
+from loco_ext.fx.modules import count_owners, is_hooked, put
 from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.convolution import Convolution, alone
 from loco_ext.sparsity.compaction.describe import describe_layer
@@ -39,7 +39,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
 
 def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Return the convolutions that may be replaced, by name, with the kinds of their inputs and outputs."""
-    owned = owners(model)
+    owned = count_owners(model)
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     handles = []
     for name, module in model.named_modules():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from loco_ext.fx.modules import owners, put, unused
+from loco_ext.fx.modules import count_owners, put, unused
 
 
 class _Call(NamedTuple):
@@ -45,7 +45,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
     readers = Counter(
         str(read.target) for node in graph.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
     )
-    owned = owners(graph)
+    owned = count_owners(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in _FUNCTIONS or "shape" not in node.meta:
             continue

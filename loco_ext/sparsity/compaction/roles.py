@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import is_hooked, owners
+from loco_ext.fx.modules import count_owners, is_hooked
 from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, axes_in_order, only_user, operation
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
@@ -60,7 +60,7 @@ class GraphInfo:
         self._root = graph
         calls = [node for node in graph.graph.nodes if node.op == "call_module"]
         self._calls = Counter(id(self.modules[str(node.target)]) for node in calls)
-        self._shared = {parameter for parameter, count in owners(graph).items() if count > 1}
+        self._shared = {parameter for parameter, count in count_owners(graph).items() if count > 1}
         self._read = {
             id(self.modules[owner])
             for node in graph.graph.nodes

@@ -126,7 +126,7 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_budget_is_met_whatever_a_network_has(name: str) -> None:
-    """What cannot be made smaller counts, and no layer is cut off from what it reads."""
+    """MACs that cannot be removed count, and every layer keeps a channel to read."""
     model, x, share = STRUCTURES[name]
     if name == "a split":
         model.first.weight.data[:8] *= 1e-4
