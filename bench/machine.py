@@ -40,6 +40,11 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
 def _caches() -> dict[str, str]:
     """Return sizes of the first core's data caches, as {"L1": "48K"}; empty where the kernel does not list them."""
     caches = {}

@@ -1,11 +1,12 @@
 """Networks of half and a quarter of ResNet-8's MACs on CIFAR-10: our budgets, fewer channels, and pruning by a peer.
 
     python -m studies.budget_cifar10 --data DIR      takes many hours on one core; adds to studies/results/
-    python -m studies.budget_cifar10 --data DIR --images 10000 --seeds 3      takes some two hours
+    python -m studies.budget_cifar10 --data DIR --images 10000      takes some two hours
+    python -m studies.budget_cifar10 --data DIR --time      then measures latencies, on a CPU that is quiet
 
 All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
 paired. Each network is added to the results when it is trained, and is not trained again: the study may be stopped at
-any time, and go on elsewhere.
+any time, and go on elsewhere. Networks may be trained on a GPU; latencies are those of the CPU.
 
 Ways that are *distilled* learn the outputs of the dense network as well, which has been trained for all epochs with the
 same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
@@ -28,7 +29,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
-from bench import harness
+from bench import harness, machine
 from loco_ext import geometry, sparsity
 from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
@@ -41,7 +42,7 @@ from loco_ext.output import replacing
 from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import summaries, tables
 from studies.fitting import fit
-from studies.options import Data, Runs
+from studies.options import Data, Device, Runs
 from studies.result_file import Record, ResultFile
 
 WIDTHS = np.arange(64, 0, -1) / 64
@@ -49,7 +50,7 @@ CUT = 0.5  # part of the training after which networks that shrink at once or gr
 TIMED = {1: "1 image", 64: "64 images"}
 EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
 PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
-CPU = Processes(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Study:
     runs: Path
     model: str
     epochs: int
+    device: torch.device = CPU
 
     def training(self, seed: int = 0, width: float = 1.0) -> settings.Settings:
         values = {"model": self.model, "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
@@ -72,7 +74,7 @@ class Study:
 
     @cached_property
     def images(self) -> torch.Tensor:
-        return self.dataset.blank(CPU.device)
+        return self.dataset.blank(self.device)
 
     def network(self, seed: int, width: float = 1.0, kernel_size: int = 3) -> nn.Module:
         """Return an untrained network; kernels of 3x3 may have another size."""
@@ -92,7 +94,7 @@ class Study:
                 options |= {"stride": module.stride, "padding": kernel_size // 2}
                 larger = nn.Conv2d(module.in_channels, module.out_channels, kernel_size, **options)
                 network.set_submodule(name, larger)
-        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def fit(
         self,
@@ -120,7 +122,7 @@ class Study:
         network, path = self.network(seed), self.runs / f"dense-{seed}-{epochs}.pt"
         optimizer, begin = make_optimizer(self.training(seed), network), 0
         if path.exists():
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, self.device, weights_only=True)
             network.load_state_dict(state["network"])
             optimizer.load_state_dict(state["optimizer"])
             return network, optimizer
@@ -134,7 +136,7 @@ class Study:
     def batches(self, seed: int, count: int = 10) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return some batches of training images and labels."""
         options: dict[str, Any] = {"batch_size": 128, "seed": seed, "augmented": True}
-        loader = Loader(self.dataset.train, Normalization(self.dataset.train), CPU.device, **options)
+        loader = Loader(self.dataset.train, Normalization(self.dataset.train), self.device, **options)
         return [(x, y) for (x, y, _), _ in zip(loader.epoch(0), range(count), strict=False)]
 
     def macs(self, network: nn.Module) -> int:
@@ -150,7 +152,11 @@ class Study:
 
     def error(self, network: nn.Module) -> float:
         """Return the test error in percent."""
-        return 100 * (1 - measure_accuracies(self.dataset, CPU, network)[0])
+        return 100 * (1 - measure_accuracies(self.dataset, Processes(self.device), network)[0])
+
+    def file(self, record: Record) -> Path:
+        """Return where a trained network is kept, so that it can be timed later."""
+        return self.runs / f"{record['way']}-{record['share']}-{record['seed']}.pt"
 
     def latencies(self, network: nn.Module) -> dict[str, float]:
         """Return the latency of a network over that of the dense one, both compacted, measured in turn."""
@@ -222,7 +228,7 @@ def _shrinking(study: Study, network: nn.Module, seed: int, share: float, **opti
     options = {"granularity": "filters"} | options
     training = replace(study.training(seed), macs=share, **options)
     optimizer = make_optimizer(training, network)
-    budget = make_budget(training, network, optimizer, study.dataset, CPU)
+    budget = make_budget(training, network, optimizer, study.dataset, Processes(study.device))
     return study.fit(network, seed, optimizer=optimizer, budget=budget)
 
 
@@ -245,7 +251,7 @@ def at_once(study: Study, seed: int, share: float, distilled: bool = False, **op
 def as_fast(study: Study, seed: int, share: float) -> nn.Module:
     """Train the network, shrink it at the cut until it is as fast as that of :func:`width`, and train what is left.
 
-    Its MACs may be more.
+    Its MACs may be more. The latency is that of the device that trains.
     """
     half, images = study.dense(seed, study.cut), study.images.expand(max(TIMED), -1, -1, -1)
     latency = study.latency_budget(_narrower(study, seed, share), half)
@@ -286,7 +292,7 @@ def _sparsely_trained(study: Study, seed: int) -> nn.Module:
 
     network, path = study.network(seed), study.runs / f"sparse-{seed}-{study.cut}.pt"
     if path.exists():
-        network.load_state_dict(torch.load(path, weights_only=True))
+        network.load_state_dict(torch.load(path, study.device, weights_only=True))
         return network
     optimizer = make_optimizer(study.training(seed), network)
     regularizer = tp.pruner.GroupNormPruner(network, study.images, **_for_torch_pruning(network))
@@ -307,11 +313,15 @@ def _for_torch_pruning(network: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared."""
+    """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared.
+
+    A way that measures latencies while it trains is for the CPU, as all latencies are.
+    """
 
     train: Callable[[Study, int, float], nn.Module]
     shares: tuple[float, ...] = (0.5, 0.25)
     reference: str = "uniform width"
+    only_cpu: bool = False
 
 
 def distilled(train: Callable[..., nn.Module], **options: Any) -> Way:
@@ -326,7 +336,7 @@ WAYS = {
     "shrink_to": Way(at_once),
     "shrink_to, by fours": Way(partial(at_once, round_to=4)),
     "shrink_to, by eights": Way(partial(at_once, round_to=8)),
-    "shrink_to, latency": Way(as_fast),
+    "shrink_to, latency": Way(as_fast, only_cpu=True),
     "Budget": Way(gradually),
     "Budget, by fours": Way(partial(gradually, round_to=4)),
     "Budget, penalty": Way(partial(gradually, method="penalty")),
@@ -364,9 +374,9 @@ def summary(networks: Sequence[Record]) -> list[Record]:
             elif seeds:
                 arm["differences"][reference] = {"difference": errors[0] - theirs[0]}
         arm["macs"] = float(np.mean([record["macs"] for record in records.values()]))
+        timed = [record["latencies"] for record in records.values() if "latencies" in record]
         arm["latencies"] = {
-            name: float(np.median([record["latencies"][name] for record in records.values()]))
-            for name in TIMED.values()
+            name: float(np.median([each[name] for each in timed])) if timed else None for name in TIMED.values()
         }
         arms.append(arm)
     return arms
@@ -381,25 +391,36 @@ def main(
     epochs: Annotated[int, typer.Option(min=2, help="Epochs of each network.")] = 20,
     images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 50_000,
     ways: Annotated[str, typer.Option(help="Ways to train, separated by semicolons; all if empty.")] = "",
+    device: Device = "cpu",
+    time: Annotated[bool, typer.Option("--time", help="Time the trained networks, on the CPU; train none.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
-    study = Study(load("cifar10", data).first(images), runs, model, epochs)
+    study = Study(load("cifar10", data).first(images), runs, model, epochs, CPU if time else torch.device(device))
     out = out or tables.RESULTS / f"budget_cifar10-{model}-{images}-{epochs}.json"
-    chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
+    fits = [name for name, way in WAYS.items() if study.device == CPU or not way.only_cpu]
+    chosen = [way.strip() for way in ways.split(";")] if ways else fits
+    if unfit := [way for way in chosen if way not in fits]:
+        raise typer.BadParameter(f"ways: expected some of {fits} on {study.device}, got {unfit}")
     facts = {"settings": asdict(study.training()), "training_samples": images}
     results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
 
-    def measure(way: str, share: float, seed: int) -> Record:
-        network = WAYS[way].train(study, seed, share)
+    def measure(**key: Any) -> Record:
+        network = WAYS[key["way"]].train(study, key["seed"], key["share"])
         measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
-        return measured | {"latencies": study.latencies(network)}
+        with replacing(study.file(key)) as temporary:
+            torch.save(network.cpu(), temporary)
+        return measured | {"device": machine.device_name(study.device)}
 
     with owned(runs):
         for seed, way in product(range(first, first + seeds), chosen):
             for share in WAYS[way].shares:
                 key: Record = {"way": way, "share": share, "seed": seed}
-                results.once(key, partial(measure, **key))
+                if not time:
+                    results.once(key, partial(measure, **key))
+                elif study.file(key).exists():
+                    network = torch.load(study.file(key), weights_only=False)
+                    results.extend(key, {"latencies": study.latencies(network)})
     results.show()
 
 

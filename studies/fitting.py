@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,10 +23,10 @@ def fit(
     budget: Budget | None = None,
     teacher: Teacher | None = None,
 ) -> nn.Module:
-    """Train a network in place on the CPU for some epochs, counted from 0, with augmented samples; return it."""
+    """Train a network in place, where it is, for some epochs, counted from 0, with augmented samples; return it."""
     normalization = Normalization(dataset.train)
     options: dict[str, Any] = {"batch_size": training.batch_size, "seed": training.seed, "augmented": dataset.augmented}
-    loader = Loader(dataset.train, normalization, torch.device("cpu"), **options)
+    loader = Loader(dataset.train, normalization, next(network.parameters()).device, **options)
     with progress_bar(len(epochs) * len(loader), f"seed {training.seed}", unit="step", shown=True) as progress:
         for epoch in epochs:
             for group in optimizer.param_groups:

@@ -32,6 +32,7 @@ import torch
 import typer
 from torch import nn
 
+from bench import machine
 from loco_ext import analysis
 from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
@@ -43,7 +44,7 @@ from loco_ext.experiments.train import evaluate, make_optimizer
 from loco_ext.option_parsers import separated
 from studies import summaries, tables
 from studies.fitting import fit
-from studies.options import Data
+from studies.options import Data, Device
 from studies.result_file import Record, ResultFile
 
 NAME = "locality_sizes_cifar10"
@@ -56,6 +57,7 @@ STRENGTHS = {  # strengths of the weight decay
 }
 LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
 TUNING_SEEDS = (1000, 1001)
+CPU = torch.device("cpu")
 TUNING, ESTIMATED = "tuning", "estimated"
 ARMS: dict[str, tuple[float, float] | None] = {
     "uniform": None,
@@ -63,7 +65,6 @@ ARMS: dict[str, tuple[float, float] | None] = {
     "away from it": (2.0, 0.5),
     ESTIMATED: None,
 }
-CPU = Processes(torch.device("cpu"))
 
 
 class Cell(NamedTuple):
@@ -79,6 +80,7 @@ class Study:
     """CIFAR-10, and how a network of a cell is trained."""
 
     dataset: Dataset
+    device: torch.device = CPU
 
     def training(self, cell: Cell, strength: float, seed: int, locality: Any = None) -> settings.Settings:
         values: Record = {"epochs": round(EPOCHS_OF_ALL * math.sqrt(50_000 / cell.images)), "batch_size": 64}
@@ -95,7 +97,7 @@ class Study:
                 if isinstance(module, nn.Conv2d):
                     options: dict[str, Any] = {"padding": kernel // 2, "bias": module.bias is not None}
                     network.set_submodule(name, nn.Conv2d(module.in_channels, module.out_channels, kernel, **options))
-        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def fit(self, cell: Cell, training: settings.Settings, images: int) -> nn.Module:
         """Return a network trained on the first ``images`` images."""
@@ -105,7 +107,8 @@ class Study:
 
     def error(self, network: nn.Module, images: int, measured: Samples) -> float:
         """Return the error in percent of a network that was trained on the first ``images`` images."""
-        return 100 * (1 - evaluate(network, measured, Normalization(self.dataset.first(images).train), CPU)[1])
+        normalization = Normalization(self.dataset.first(images).train).to(self.device)
+        return 100 * (1 - evaluate(network, measured.to(self.device), normalization, Processes(self.device))[1])
 
     def tune(self, cell: Cell, strength: float, seed: int) -> Record:
         """Return the error on the held-out images of a network with uniform decay, and the factors it suggests."""
@@ -163,7 +166,9 @@ def run(study: Study, results: ResultFile, cell: Cell, seeds: range) -> None:
     def once(train: Callable[..., Record], arm: str, strength: float, seed: int, *given: Any) -> None:
         def measure() -> Record:
             begin = time.process_time()
-            return train(cell, strength, seed, *given) | {"seconds": time.process_time() - begin}
+            measured = train(cell, strength, seed, *given)
+            seconds = time.process_time() - begin
+            return measured | {"seconds": seconds, "device": machine.device_name(study.device)}
 
         results.once({**cell._asdict(), "arm": arm, "strength": strength, "seed": seed}, measure)
 
@@ -185,11 +190,13 @@ def main(
     optimizers: Annotated[str, typer.Option(help="Optimizers, sgd and adamw.")] = "sgd,adamw",
     seeds: Annotated[int, typer.Option(min=1, help="Networks per arm; two are needed for a standard error.")] = 8,
     first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="JSON file of the results.")] = tables.RESULTS / f"{NAME}-small.json",
 ) -> None:
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
     torch.set_num_threads(1)
-    study, results = Study(load("cifar10", data)), ResultFile(NAME, out, lambda networks: {"cells": summary(networks)})
+    study = Study(load("cifar10", data), torch.device(device))
+    results = ResultFile(NAME, out, lambda networks: {"cells": summary(networks)})
     sizes, each_kernel = separated(int)(images), separated(int)(kernels)
     for optimizer, count, kernel in product(optimizers.split(","), sizes, each_kernel):
         run(study, results, Cell(count, kernel, optimizer), range(first, first + seeds))

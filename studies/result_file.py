@@ -31,9 +31,16 @@ class ResultFile:
         if any(key.items() <= record.items() for record in self.networks()):
             return
         record = key | measure() | {"commit": self.facts["machine"]["commit"]}
+        self._rewrite(lambda networks: [*networks, record])
+
+    def extend(self, key: Record, more: Record) -> None:
+        """Add to the record of a network, or replace, what has been measured of it later."""
+        self._rewrite(lambda networks: [n | more if key.items() <= n.items() else n for n in networks])
+
+    def _rewrite(self, change: Callable[[list[Record]], list[Record]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_name(f".{self.path.name}.lock")):
-            networks = [*self.networks(), record]
+            networks = change(self.networks())
             harness.write_json(self.path, self.facts | self.summarise(networks) | {"networks": networks})
 
     def show(self) -> None:

@@ -371,7 +371,7 @@ def budget_cifar10(report: Record) -> list[Table]:
             for reference, each in arm["differences"].items()
         }
         compared = [differences.get(peer, MISSING) for peer in (False, True)]
-        latencies = (f"{ratio:.2f}" for ratio in arm["latencies"].values())
+        latencies = _ratios(arm)
         row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["seeds"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
@@ -384,14 +384,17 @@ def budget_cifar10(report: Record) -> list[Table]:
     return [Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "seeds", "MACs", *timed], rows)]
 
 
+def _ratios(arm: Record) -> list[str]:
+    return [MISSING if ratio is None else f"{ratio:.2f}" for ratio in arm["latencies"].values()]
+
+
 def halves(results: Path) -> str:
     """Return the Markdown of README.md's networks of half of the MACs, of the study that has most seeds and images."""
     reports = [json.loads(path.read_text()) for path in results.glob("budget_cifar10-*.json")]
     report = max(reports, key=lambda each: (_arms(each).get(OURS, {}).get("seeds", 0), each["training_samples"]))
     arms, settings = _arms(report), report["settings"]
     rows = [
-        [name, f"{arm['error']:.1f}%", str(arm["seeds"]), f"{arm['macs']:.0%}"]
-        + [f"{ratio:.2f}" for ratio in arm["latencies"].values()]
+        [name, f"{arm['error']:.1f}%", str(arm["seeds"]), f"{arm['macs']:.0%}", *_ratios(arm)]
         for key, name in HALVES.items()
         if (arm := arms.get(key)) is not None
     ]
