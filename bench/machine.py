@@ -41,8 +41,8 @@ def cpu_model() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    """Return the name of the GPU; "CPU" for all others."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _caches() -> dict[str, str]:

@@ -5,8 +5,9 @@
     python -m studies.budget_cifar10 --data DIR --time      then measures latencies, on a CPU that is quiet
 
 All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
-paired. Each network is added to the results when it is trained, and is not trained again: the study may be stopped at
-any time, and go on elsewhere. Networks may be trained on a GPU; latencies are those of the CPU.
+paired, by seed and by the device that trained. Each network is added to the results when it is trained, and is not
+trained again: the study may be stopped at any time, and go on elsewhere. Networks may be trained on a GPU; latencies
+are those of the CPU.
 
 Ways that are *distilled* learn the outputs of the dense network as well, which has been trained for all epochs with the
 same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
@@ -156,7 +157,7 @@ class Study:
 
     def file(self, record: Record) -> Path:
         """Return where a trained network is kept, so that it can be timed later."""
-        return self.runs / f"{record['way']}-{record['share']}-{record['seed']}.pt"
+        return self.runs / f"{record['way']}-{record['share']}-{record['seed']}-{record['device']}.pt"
 
     def latencies(self, network: nn.Module) -> dict[str, float]:
         """Return the latency of a network over that of the dense one, both compacted, measured in turn."""
@@ -203,7 +204,8 @@ def kernels(study: Study, seed: int, share: float) -> nn.Module:
             for layer, own in zip(layers, _convolutions(masked), strict=True):
                 count = math.floor(part * layer.out_channels)
                 masks = torch.stack([larger] * count + [smaller] * (layer.out_channels - count))
-                prune.custom_from_mask(own, "weight", masks[:, None].expand_as(own.weight).clone())
+                mask = masks[:, None].expand_as(own.weight).to(own.weight.device)
+                prune.custom_from_mask(own, "weight", mask.clone())
             if study.macs(masked) <= share * study.whole:
                 return study.fit(masked, seed)
     raise ValueError(f"share: expected at least that of 1x1 kernels, got {share}")
@@ -354,24 +356,24 @@ WAYS = {
 
 
 def summary(networks: Sequence[Record]) -> list[Record]:
-    """Return the errors of each way and share, their differences by seed from those of others, MACs and latencies."""
-    found: dict[tuple[float, str], dict[int, Record]] = {}
+    """Return the errors of each way and share, their paired differences from those of others, MACs and latencies."""
+    found: dict[tuple[float, str], dict[tuple[int, str], Record]] = {}
     for record in networks:
-        found.setdefault((record["share"], record["way"]), {})[record["seed"]] = record
+        found.setdefault((record["share"], record["way"]), {})[record["seed"], record["device"]] = record
     arms = []
     for (share, way), records in sorted(found.items(), key=lambda item: (-item[0][0], list(WAYS).index(item[0][1]))):
-        arm: Record = {"way": way, "share": share, "seeds": len(records)}
+        arm: Record = {"way": way, "share": share, "networks": len(records)}
         arm["error"] = float(np.mean([record["error"] for record in records.values()]))
         arm["differences"] = {}
         for reference in sorted({WAYS[way].reference, tables.PEER} - {way}):
             others = found.get((share, reference), {})
-            seeds = [seed for seed in records if seed in others]
-            errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
-            if len(seeds) > 1:
+            pairs = [pair for pair in records if pair in others]
+            errors, theirs = ([each[pair]["error"] for pair in pairs] for each in (records, others))
+            if len(pairs) > 1:
                 compared = summaries.compare(np.array(errors), np.array(theirs))
                 names = ("difference", "difference_standard_error")
                 arm["differences"][reference] = {name: compared[name] for name in names}
-            elif seeds:
+            elif pairs:
                 arm["differences"][reference] = {"difference": errors[0] - theirs[0]}
         arm["macs"] = float(np.mean([record["macs"] for record in records.values()]))
         timed = [record["latencies"] for record in records.values() if "latencies" in record]
@@ -405,22 +407,22 @@ def main(
     facts = {"settings": asdict(study.training()), "training_samples": images}
     results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
 
-    def measure(**key: Any) -> Record:
+    def measure(key: Record) -> Record:
         network = WAYS[key["way"]].train(study, key["seed"], key["share"])
         measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
         with replacing(study.file(key)) as temporary:
             torch.save(network.cpu(), temporary)
-        return measured | {"device": machine.device_name(study.device)}
+        return measured
 
     with owned(runs):
-        for seed, way in product(range(first, first + seeds), chosen):
+        for record in results.networks() if time else ():
+            if study.file(record).exists():
+                network = torch.load(study.file(record), CPU, weights_only=False)
+                results.extend(record, {"latencies": study.latencies(network)})
+        for seed, way in () if time else product(range(first, first + seeds), chosen):
             for share in WAYS[way].shares:
-                key: Record = {"way": way, "share": share, "seed": seed}
-                if not time:
-                    results.once(key, partial(measure, **key))
-                elif study.file(key).exists():
-                    network = torch.load(study.file(key), weights_only=False)
-                    results.extend(key, {"latencies": study.latencies(network)})
+                key = {"way": way, "share": share, "seed": seed, "device": machine.device_name(study.device)}
+                results.once(key, partial(measure, key))
     results.show()
 
 

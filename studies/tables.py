@@ -23,6 +23,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"
 OURS = ("shrink_to", 0.5)
 HALVES = {("dense", 1.0): "dense", ("uniform width", 0.5): "fewer channels", OURS: "`shrink_to`"}
+HALVES |= {("Budget", 0.5): "`Budget`"}
 HALVES |= {("shrink_to, by fours", 0.5): "`shrink_to(..., round_to=4)`"}
 HALVES |= {("shrink_to, latency", 0.5): "`shrink_to(..., latency=...)`", (PEER, 0.5): PEER}
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
@@ -372,16 +373,18 @@ def budget_cifar10(report: Record) -> list[Table]:
         }
         compared = [differences.get(peer, MISSING) for peer in (False, True)]
         latencies = _ratios(arm)
-        row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["seeds"])]
+        row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["networks"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
         f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
-        "test error in percent, mean over seeds; its paired differences from uniform width (distilled if the way is; "
-        f"from the dense network for 100%) and from {PEER}, mean and standard error, of one seed the difference; MACs "
+        "test error in percent, mean over networks; paired differences from uniform width (distilled if the way is, "
+        f"from the dense network for 100%) and from {PEER}, mean and standard error, of one pair the difference; MACs "
         "and latency of the compacted network over those of the dense one"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
-    return [Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "seeds", "MACs", *timed], rows)]
+    return [
+        Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "networks", "MACs", *timed], rows)
+    ]
 
 
 def _ratios(arm: Record) -> list[str]:
@@ -389,12 +392,12 @@ def _ratios(arm: Record) -> list[str]:
 
 
 def halves(results: Path) -> str:
-    """Return the Markdown of README.md's networks of half of the MACs, of the study that has most seeds and images."""
+    """Return the Markdown of README.md's networks of half of the MACs, of the study of most networks and images."""
     reports = [json.loads(path.read_text()) for path in results.glob("budget_cifar10-*.json")]
-    report = max(reports, key=lambda each: (_arms(each).get(OURS, {}).get("seeds", 0), each["training_samples"]))
+    report = max(reports, key=lambda each: (_arms(each).get(OURS, {}).get("networks", 0), each["training_samples"]))
     arms, settings = _arms(report), report["settings"]
     rows = [
-        [name, f"{arm['error']:.1f}%", str(arm["seeds"]), f"{arm['macs']:.0%}", *_ratios(arm)]
+        [name, f"{arm['error']:.1f}%", str(arm["networks"]), f"{arm['macs']:.0%}", *_ratios(arm)]
         for key, name in HALVES.items()
         if (arm := arms.get(key)) is not None
     ]
@@ -403,7 +406,7 @@ def halves(results: Path) -> str:
         "MACs and latency over those of the dense network"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
-    table = Table(title, ["network", "test error", "seeds", "MACs", *timed], rows)
+    table = Table(title, ["network", "test error", "trained", "MACs", *timed], rows)
     return f"\n{table.markdown()}\n\n"
 
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -164,31 +165,45 @@ def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(
     widths = np.array([1.0, 0.7, 0.6, 0.5, 0.4])
     few_images(monkeypatch, budget_cifar10, 40, 16, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
     out = tmp_path / "budget_cifar10-x.json"
-    options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "ways": ""}
+    options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "ways": "", "device": "cpu"}
     names = ("dense", "uniform width", "shrink_to", "Budget", "shrink_to, distilled")
     names += ("Torch-Pruning, local",) if HAS_PEER else ()
     ways = {name: replace(budget_cifar10.WAYS[name], shares=(1.0 if name == "dense" else 0.5,)) for name in names}
     monkeypatch.setattr(budget_cifar10, "WAYS", ways)
-    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=1, **options)
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=1, time=False, **options)
     first = json.loads(out.read_text())["networks"]
-    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=2, **options)
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=2, time=False, **options)
     report = json.loads(out.read_text())
     assert report["networks"][: len(first)] == first
     assert len(report["networks"]) == 2 * len(first) == 2 * len(names)
     assert all(0.7 * record["share"] < record["macs"] <= record["share"] for record in report["networks"])
     assert {arm["way"] for arm in report["arms"]} == set(names)
+    assert all(arm["latencies"] == {"1 image": None} for arm in report["arms"])
+    trained = sorted((tmp_path / "runs").iterdir())
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, seeds=2, time=True, **options)
+    assert sorted((tmp_path / "runs").iterdir()) == trained
+    timed = json.loads(out.read_text())
+    assert [{k: v for k, v in n.items() if k != "latencies"} for n in timed["networks"]] == report["networks"]
+    assert all(arm["latencies"]["1 image"] > 0 for arm in timed["arms"])
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
 
 
-def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels_by_seed():
+def test_ways_that_measure_latencies_while_they_train_are_refused_on_a_gpu(tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40)
+    options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "seeds": 1, "time": False, "out": None}
+    with pytest.raises(typer.BadParameter, match=r"ways: .* on cuda, got \['shrink_to, latency'\]"):
+        budget_cifar10.main(tmp_path, tmp_path / "runs", ways="Budget; shrink_to, latency", device="cuda", **options)
+
+
+def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels_by_seed_and_device():
     ways = {"uniform width": 30.0, "shrink_to": 28.0, tables.PEER: 29.0}
     ways |= {"uniform width, distilled": 25.0, "shrink_to, distilled": 24.0}
     networks = [
-        {"way": way, "share": 0.5, "seed": seed, "error": error + seed * shift, "macs": 0.5, "latencies": times}
-        for times in [dict.fromkeys(budget_cifar10.TIMED.values(), 0.8)]
+        {"way": way, "share": 0.5, "seed": seed, "error": error + seed * shift, "macs": 0.5, "device": "CPU"}
         for shift, (way, error) in enumerate(ways.items())
         for seed in range(2)
     ]
+    networks += [n | {"error": 50.0, "device": "GPU"} for n in networks if n["way"] == "shrink_to"]
     arms = {arm["way"]: arm for arm in budget_cifar10.summary(networks)}
     report = {"settings": {"model": "resnet8", "epochs": 2}, "training_samples": 9, "arms": list(arms.values())}
     (table,) = tables.budget_cifar10(report)
@@ -201,11 +216,11 @@ def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels_b
     }
 
 
-def test_readme_shows_the_halves_of_the_study_with_most_seeds(tmp_path):
-    arm = {"share": 0.5, "error": 30.0, "seeds": 1, "macs": 0.499, "latencies": {"1 image": 0.8}}
+def test_readme_shows_the_halves_of_the_study_of_most_networks(tmp_path):
+    arm = {"share": 0.5, "error": 30.0, "networks": 1, "macs": 0.499, "latencies": {"1 image": 0.8}}
     dense = arm | {"way": "dense", "share": 1.0, "macs": 1.0, "latencies": {"1 image": 1.0}}
     few = {"settings": {"model": "resnet8", "epochs": 2}, "training_samples": 90, "arms": [dense]}
-    ours = [dense, arm | {"way": "shrink_to", "error": 33.33, "seeds": 3}, arm | {"way": "shrink_to", "share": 0.25}]
+    ours = [dense, arm | {"way": "shrink_to", "error": 33.33, "networks": 3}, arm | {"way": "shrink_to", "share": 0.25}]
     for name, report in (("a", few), ("b", few | {"training_samples": 10, "arms": ours}), ("c", few)):
         (tmp_path / f"budget_cifar10-{name}.json").write_text(json.dumps(report))
     title, *lines = tables.halves(tmp_path).strip().splitlines()
