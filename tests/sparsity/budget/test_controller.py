@@ -19,17 +19,20 @@ from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, netwo
 X = torch.zeros(2, *IMAGE)
 
 
-def controlled(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, sparsity.Budget]:
-    model = network(name).train()
+def controlled(
+    name: str, device: str = "cpu", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, sparsity.Budget]:
+    model = network(name).train().to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    arguments = {"example_inputs": X, "macs": 0.4, "begin": 3, "end": 12, "updates": 4, **options}
+    arguments = {"example_inputs": X.to(device), "macs": 0.4, "begin": 3, "end": 12, "updates": 4, **options}
     return model, optimizer, sparsity.Budget(model, optimizer, **arguments)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, budget: sparsity.Budget, steps: int, seed: int) -> None:
+    device = next(model.parameters()).device
     for x, target in batches(steps, seed=seed):
         optimizer.zero_grad()
-        F.cross_entropy(model(x), target).backward()
+        F.cross_entropy(model(x.to(device)), target.to(device)).backward()
         optimizer.step()
         budget.step()
 
@@ -58,6 +61,17 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, st
     train(model, optimizer, budget, 6, seed=4)
     assert reached(name, model) == at_end
     assert all(bool((p[zeros[name]] == 0).all()) for name, p in model.named_parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("method", ["pruning", "penalty"])
+def test_a_network_on_a_gpu_becomes_as_small_and_is_compacted_there(method: str) -> None:
+    model, optimizer, budget = controlled("residual", "cuda", method=method)
+    train(model, optimizer, budget, 14, seed=1)
+    x = torch.randn(2, *IMAGE, device="cuda")
+    smaller, _ = sparsity.compact(model.eval(), x, cost="macs")
+    torch.testing.assert_close(smaller(x), model(x), rtol=1e-3, atol=1e-3)
+    assert 0.2 < reached("residual", model.cpu()) <= 0.4
 
 
 @pytest.mark.parametrize(("name", "cost", "share"), [("depthwise", "parameters", 0.5), ("constants", "macs", 0.2)])
