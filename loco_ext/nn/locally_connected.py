@@ -155,7 +155,8 @@ class LocallyConnectedNd(nn.Module):
             batch, pattern = input if input.dim() == self.axes + 2 else input.unsqueeze(0), self.pattern
             if pattern.crow_indices.device != input.device:
                 pattern = pattern.to(input.device)
-            pixels = batch.flatten(2).transpose(1, 2)
+            # In this order, the gradient of one image has the strides of channels_last, as torch's batch norms need it.
+            pixels = batch.movedim(1, -1).flatten(1, -2)
             consume = self._backward_step and self._backward_step.of(self.weight)
             y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
             y = y.view(y.shape[0], *self.output_size, y.shape[2]).movedim(-1, 1)

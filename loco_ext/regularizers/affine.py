@@ -136,7 +136,7 @@ def _locally_connected(call: AffineCall) -> Tensor:
     layer, (x,) = call.module, call.args
     if x.dim() != layer.axes + 2:
         raise call.refuse(f"an input without an axis of samples for {call.description}")
-    pixels, pattern = x.flatten(2).transpose(1, 2), layer.pattern.to(x.device)
+    pixels, pattern = x.movedim(1, -1).flatten(1, -2), layer.pattern.to(x.device)
     y = ops.block_sparse_matmul(pixels, call.weight(layer.weight), pattern, call.constant(layer.bias))
     return y.unflatten(1, layer.output_size).movedim(-1, 1)
 
@@ -261,12 +261,12 @@ def _item(call: AffineCall) -> Any:
     source, places = call.args
     if isinstance(source, Tensor):
         each: Any = places if isinstance(places, tuple) else (places,)
-        if each[0] is ...:
+        if each and each[0] is ...:
             behind = [place for place in each[1:] if place is not None]
             masks = [place for place in behind if isinstance(place, Tensor) and place.dtype == torch.bool]
             axes = len(behind) + sum(mask.dim() - 1 for mask in masks)
             each = behind if axes == source.dim() else (slice(None),)
-        if each[0] != slice(None):
+        if each and each[0] != slice(None):
             raise call.refuse_axis()
     return source[places]
 

@@ -148,6 +148,20 @@ def test_outputs_have_the_strides_of_a_convolutions(sizes):
         assert layer(x.new_empty(0, channels_in, *sizes)).shape == (0, channels_out, *layer.output_size)
 
 
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3), (3, 4), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_norm_before_a_layer_gets_the_gradients_that_it_gets_before_a_convolution(batch, sizes):
+    """Of one image, torch's backward pass of a batch norm misreads gradients that have unusual strides."""
+    axes = len(sizes)
+    conv = CONVOLUTIONS[axes - 1](2, 3, 3, padding=1).double()
+    layer = LAYERS[axes - 1].from_conv(conv, sizes)
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1](2).double().eval()
+    x = torch.randn(batch, 2, *sizes, dtype=torch.float64, requires_grad=True)
+    inputs = x, norm.weight, norm.bias
+    expected, found = (torch.autograd.grad(each(norm(x)).sin().sum(), inputs) for each in (conv, layer))
+    torch.testing.assert_close(found, expected)
+
+
 def test_initial_weights_are_distributed_as_a_convolutions():
     """Weights and biases are uniform with the variance of nn.Conv2d's; taps that share a block add up."""
     layer = LocallyConnected2d(6, 8, (3, 5), padding=(1, 2), groups=2, input_size=(16, 16))

@@ -317,8 +317,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x[..., :, 1:], lambda x: x.view(-1, 2, 2)[..., :, :, 0], lambda x: x[..., None, 1]],
-    ids=["every sample", "every sample and channel", "a new axis"],
+    [lambda x: x[()], lambda x: x[..., :, 1:], lambda x: x.view(-1, 2, 2)[..., :, :, 0], lambda x: x[..., None, 1]],
+    ids=["no index", "every sample", "every sample and channel", "a new axis"],
 )
 def test_indices_behind_an_ellipsis_may_name_all_axes(function):
     features = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).expand(3, 4)
