@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from loco_ext.argument_checks import check_module
 from loco_ext.fx.modules import count_owners
 from loco_ext.fx.operations import reads_numbers
 from loco_ext.fx.trace import trace
@@ -72,6 +73,7 @@ def zero_dead_filters(model: nn.Module) -> int:
         The number of filters whose norm multiplies them by zero.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: torch.fx cannot trace the model, or a parametrization or a hook computes a weight that has such
             filters; nothing has changed then.
 
@@ -83,6 +85,7 @@ def zero_dead_filters(model: nn.Module) -> int:
         >>> sparsity.zero_dead_filters(model), sparsity.kernel_sizes(model[0].weight)
         (3, tensor([0, 0, 0, 5]))
     """
+    check_module("model", model)
     dead = {
         name: (convolution, norm.weight == 0)
         for name, (convolution, norm) in convolutions_and_norms(model).items()

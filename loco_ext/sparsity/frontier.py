@@ -114,7 +114,7 @@ def frontier(
     taus: Sequence[float] = (0.0,),
     folded: bool = False,
     latency: bool = False,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
 ) -> Frontier:
     """Train the model with a penalty of many strengths, and evaluate and compact each result.
 
@@ -194,6 +194,7 @@ def frontier(
         raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     _check(strengths, points, span, loss, path, taus)
     check_plain(model)
+    folder = None if folder is None else Path(folder)
     store = _Store(folder)
     settings = type(penalty).__name__, *astuple(replace(penalty, strength=1.0))
     definition: dict[str, Any] = {
@@ -241,11 +242,11 @@ def _check(
             raise ValueError(f"{name}: expected at least one number, got none")
         for i, value in enumerate(values):
             check_number(f"{name}[{i}]", value)
+    check_count("points", points, 1)
     if strengths is not None:
         return
     if loss is None:
         raise TypeError("loss: expected a function where no strengths are given, got None")
-    check_count("points", points, 1)
     if not 0 < check_number("span", span) <= 1:
         raise ValueError(f"span: expected more than 0 and at most 1, got {span}")
 

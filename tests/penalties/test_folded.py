@@ -449,8 +449,10 @@ class Casts(nn.Module):
         return self.norm(self.conv(x.to(self.conv.weight.dtype)))
 
 
-def test_a_weight_may_be_asked_for_its_dtype_and_a_model_that_cannot_be_traced_is_an_error():
+def test_a_weight_may_be_asked_for_its_dtype_and_what_cannot_be_traced_is_an_error():
     assert type(sparsity.folded_penalties(Casts(False), RINGS)["conv"]) is sparsity.FoldedPenalty
     for use in (lambda model: sparsity.folded_penalties(model, RINGS), sparsity.zero_dead_filters):
         with pytest.raises(ValueError, match=r"model: expected one that torch\.fx can trace, got TraceError"):
             use(Casts(True))
+        with pytest.raises(TypeError, match="model: expected a module, got NoneType"):
+            use(None)

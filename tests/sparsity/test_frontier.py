@@ -310,7 +310,7 @@ def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, call
     assert task.frontier(RingPenalty(1.0), **options) == whole
     # Finished points are neither trained nor measured again.
     task.fit = task.evaluate = None
-    assert task.frontier(RingPenalty(1.0), **options, folder=tmp_path / "cut") == whole
+    assert task.frontier(RingPenalty(1.0), **options, folder=str(tmp_path / "cut")) == whole
     lists = {"penalty": list(whole.penalty), "trials": list(map(list, whole.trials))}
     assert json.loads(json.dumps(whole.to_dict())) == whole.to_dict() | lists
 
@@ -344,6 +344,7 @@ def test_a_folder_of_another_path_or_damaged_is_named(tmp_path):
         ({"strengths": [1.0], "taus": [-1.0]}, ValueError, r"taus\[0\]: expected a finite number"),
         ({"strengths": [1.0], "path": "sideways"}, ValueError, "path: expected one of 'dense', 'up', 'down'"),
         ({"loss": True, "points": 0}, ValueError, "points: expected at least 1, got 0"),
+        ({"strengths": [1.0], "points": None}, TypeError, "points: expected an int, got None"),
         ({"loss": True, "span": 0.0}, ValueError, "span: expected more than 0"),
     ],
     ids=str,
