@@ -78,7 +78,7 @@ def axes_in_order(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[int]:
     """
     name, args, rank = operation(node, modules), node.args[1:], len(node.meta["shape"])
     given = args[0] if len(args) == 1 else args
-    if name not in ("permute", "transpose") or node.kwargs or not isinstance(given, list | tuple):
+    if name not in ("permute", "transpose") or rank == 0 or node.kwargs or not isinstance(given, list | tuple):
         return []
     axes = [axis % rank for axis in given if isinstance(axis, int)]
     if len(axes) < len(given):  # the network computes some of them

@@ -202,6 +202,7 @@ BROADCASTS: dict[str, tuple[tuple[int, ...], Operation]] = {
         lambda net, x: net.last(net.dead(x) + net.first(x).mean(0, keepdim=True)),
     ),
     "one sample's gate": (ONE, lambda net, x: net.last(net.first(x) * net.gate(x[:1]))),
+    "a transposed number": (ONE, lambda net, x: net.last(net.dead(x) * net.first(x).mean().transpose(0, -1))),
     "parameters of channels": (
         ONE,
         lambda net, x: net.last(functional.relu(net.first(x) * net.scale + net.shift) + net.dead(x) * net.shift[0]),
