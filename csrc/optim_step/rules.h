@@ -59,10 +59,12 @@ struct Sgd {
     return {decay, !buffer ? Momentum::none : first ? Momentum::first : Momentum::next, o.nesterov};
   }
   // prox_step is the factor on the thresholds of the prox that ends a step, relative to those for a step of 1. It
-  // compensates for momentum, so that a weight that has come to rest is at the minimum.
+  // compensates for momentum, so that a weight that has come to rest is at the minimum. It is at least 0, as a schedule
+  // may round lr below 0.
   static constexpr bool has_metric = false;
   LOCO_HD static double prox_step(const double* row, double lr, bool buffer) {
-    return buffer ? lr * (1 - row[kSgdDampening]) / (1 - row[kSgdMomentum]) : lr;
+    const double step = buffer ? lr * (1 - row[kSgdDampening]) / (1 - row[kSgdMomentum]) : lr;
+    return step < 0 ? 0 : step;
   }
   LOCO_HD static Scalars<double> scalars(const double* row, double lr, double) {
     return {lr, row[kSgdMomentum], 1 - row[kSgdDampening]};
@@ -90,7 +92,7 @@ struct Adam {
   // The prox that ends a step uses the metric (sqrt(v / (1-b2^t)) + eps) / lr with the thresholds for a step of 1. Both
   // are multiplied by lr here, so that the metric is the update's denominator.
   static constexpr bool has_metric = true;
-  LOCO_HD static double prox_step(const double*, double lr, bool) { return lr; }
+  LOCO_HD static double prox_step(const double*, double lr, bool) { return lr < 0 ? 0 : lr; }
   // step: the number of this step, counted from 1.
   LOCO_HD static Scalars<double> scalars(const double* row, double lr, double step) {
     const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];

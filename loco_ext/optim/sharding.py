@@ -41,6 +41,15 @@ def local_tensors(
                 tensors[i] = _local(tensors[i], param)
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor; other subclasses of Parameter are ordinary ones."""
+    if type(param) in (Tensor, Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(param, DTensor)
+
+
 def replicated_maps(param: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which a DTensor parameter may be combined with plain tensors, which every rank has whole."""
     if type(param) in (Tensor, Parameter):

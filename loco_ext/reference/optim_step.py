@@ -55,12 +55,17 @@ def prox_sizes(
     """Return :func:`prox_size` of each parameter; on a GPU, the square roots of all parameters share launches."""
     if rule is SGD:
         return [
-            (lr if last is None else lr * ((1 - dampening) / (1 - momentum)), None)
+            (_at_least_0(lr if last is None else lr * ((1 - dampening) / (1 - momentum))), None)
             for (lr, _, momentum, dampening), last in zip(rows, lasts, strict=True)
         ]
     lrs, _, _, beta2s, epsilons = zip(*rows, strict=True)
     metrics = _denominators([last for last in lasts if last is not None], steps, beta2s, epsilons)
-    return list(zip(lrs, metrics, strict=True))
+    return list(zip(map(_at_least_0, lrs), metrics, strict=True))
+
+
+def _at_least_0(size: Any) -> Any:
+    """Return the size of a prox, or 0 if a schedule has rounded the learning rate below 0."""
+    return size.clamp(min=0) if isinstance(size, Tensor) else max(size, 0.0)
 
 
 def _denominators(

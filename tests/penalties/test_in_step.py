@@ -161,6 +161,34 @@ def test_found_inf_and_a_learning_rate_of_0_leave_everything_alone(name, penalty
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize(("name", "penalty"), covering(CLASSES, [*PENALTIES, *JOINT], strength=2))
+def test_a_learning_rate_that_a_schedule_has_rounded_below_0_shrinks_nothing(name, penalty):
+    for path in ({}, {"fused": False}, {"foreach": True}):
+        params = make_params()
+        with torch.no_grad():
+            for p in params:
+                p[:1] = 0.0  # as a penalty leaves filters
+        before = clones(params)
+        optimizer = getattr(optim, name)(params, lr=0.1, penalty=ALL[penalty], **path)
+        optimizer.param_groups[0]["lr"] = -2e-19
+        set_gradients(params, 0)
+        optimizer.step()
+        for p, q in zip(params, before, strict=True):
+            torch.testing.assert_close(p.detach(), q.detach())
+
+
+def test_torchs_own_path_shrinks_subclasses_of_parameter():
+    class Named(nn.Parameter):
+        pass
+
+    kernels = [kind(torch.ones(2, 2, 3, 3)) for kind in (Named, nn.Parameter)]
+    for kernel in kernels:
+        kernel.grad = torch.zeros_like(kernel)
+        optim.SGD([kernel], lr=0.1, penalty=PENALTIES["rings"], foreach=True).step()
+    assert torch.equal(*kernels)
+    assert not torch.equal(kernels[0], torch.ones(2, 2, 3, 3))
+
+
 def test_a_list_names_each_parameters_own_penalty_and_what_has_no_gradient_is_not_shrunk():
     params, plain, before = make_params(), make_params(), make_params()
     optimizers = [
