@@ -36,6 +36,7 @@ from loco_ext.optim.options import (
 )
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, StepPlan, make_plan, resolve_negated_grads, same_objects, select
+from loco_ext.optim.sharding import is_sharded
 from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
@@ -208,6 +209,8 @@ class LocalityOptimizer(Optimizer):
     def _step_plans(self, plans: list[StepPlan]) -> None:
         before, self._collected = self._collected, []
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
+        for group, _ in by_torch:
+            self._check_numbers(group)
         batches = self._collect(plans)
         for batch in batches:
             batch.localize()
@@ -284,6 +287,16 @@ class LocalityOptimizer(Optimizer):
             _check_hyper_of(groups)
         return rows
 
+    def _check_numbers(self, group: Group) -> None:
+        """Raise if torch's functions, which check nothing, would step by an unusable number; tensors are not read."""
+        try:
+            numbers = [0.0 if isinstance(value, Tensor) else value for value in (group["lr"], *self._hyper(group))]
+            valid = self._rule.are_valid(list(map(float, numbers)))
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            check_hyper(group)
+
     def _batch(self, group: Group, device: str, batches: dict[object, Batch]) -> Batch:
         """Return the one of ``batches`` for parameters of the group on a device; if there is none, add an empty one."""
         flags = Flags(
@@ -323,7 +336,7 @@ class LocalityOptimizer(Optimizer):
 
     def _shrink(self, group: Group, plan: StepPlan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""
-        if plan.penalties and not plan.plain:
+        if plan.penalties and any(map(is_sharded, plan.params)):
             raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:

@@ -87,6 +87,18 @@ def test_options_that_exclude_each_other_are_named(name, options, said):
     assert_refused(name, options, ValueError, said)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_torchs_own_path_refuses_what_has_become_unusable(name):
+    optimizer = make(name, foreach=True)
+    before = copy.deepcopy(optimizer)
+    for lr in (math.nan, -0.1, None):
+        optimizer.param_groups[0]["lr"] = lr
+        set_gradients(params_of(optimizer), 0)
+        with pytest.raises((TypeError, ValueError), match=r"^lr: expected .* got "):
+            optimizer.step()
+        assert_same(optimizer, before)
+
+
 def test_what_torch_takes_is_taken():
     one, half = torch.tensor(1.0), torch.tensor([0.5])
     make("SGD", lr=half, momentum=1.5, dampening=-1, weight_decay=one)
