@@ -36,11 +36,11 @@ def check_norm(norm: str) -> None:
 
 
 def check_metric(metric: Tensor, weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, outside of torch.compile, positive."""
+    """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, where it can be read, positive."""
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
     check_like(metric, weight)
-    if not torch.compiler.is_compiling() and (metric <= 0).any():
+    if not torch.compiler.is_compiling() and not metric.is_meta and (metric <= 0).any():
         raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
 
 

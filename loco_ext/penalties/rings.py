@@ -116,6 +116,7 @@ def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> 
     """
     filters = conv_filters(weight, kind, first)
     live = (weight.detach() != 0).flatten(2).any(1)  # [C_out, taps]
-    live_rings = torch.stack([live[:, [ring == n for ring in filters.rings]].any(1) for n in range(filters.count)], 1)
+    taps_of = [[k for k, ring in enumerate(filters.rings) if ring == n] for n in range(filters.count)]
+    live_rings = torch.stack([live[:, taps].any(1) for taps in taps_of], 1)
     groups = live_rings.cummax(1).values.sum(1)
     return groups if kind == "half" else (2 * groups - 1).clamp(min=0)

@@ -35,6 +35,8 @@ def ring_prox(
     joint: bool = False,
 ) -> Tensor:
     """Return the prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
+    if weight.is_meta:
+        return torch.empty_like(weight)
     u, index = _by_filter(weight), _index(rings, weight)
     d = None if metric is None else _by_filter(metric)
     t = thresholds.to(u).expand(len(u), -1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import loco_ext
+from loco_ext import optim, sparsity
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
@@ -120,6 +121,19 @@ def test_the_prox_is_lower_than_all_around_it(options, with_metric):
                 for part in (direction, direction * (x != 0), direction * x, direction[:, :1, :1, :1] * x):
                     moved = objective(penalty, weight, x + size * part, 0.4, metric)
                     assert moved >= least - 1e-13 * abs(least)
+
+
+@pytest.mark.parametrize(("options", "with_metric"), covering(OPTIONS, [False, True]), ids=label)
+def test_weights_on_the_meta_device_have_a_prox_and_steps(options, with_metric):
+    weight = torch.nn.Parameter(torch.empty(4, 2, 3, 3, device="meta").to(memory_format=torch.channels_last))
+    weight.grad = torch.empty_like(weight)
+    for penalty in both_penalties(0.1, options):
+        x = penalty.prox(weight, 0.4, torch.empty_like(weight) if with_metric else None)
+        assert (x.device, x.dtype, x.shape, x.stride()) == (weight.device, weight.dtype, weight.shape, weight.stride())
+        optimizer = (optim.Adam if with_metric else optim.SGD)([weight], lr=0.1, penalty=penalty)
+        for _ in range(2):
+            optimizer.step()
+    assert sparsity.kernel_sizes(weight).shape == (4,)
 
 
 @pytest.mark.parametrize("with_metric", [False, True])
