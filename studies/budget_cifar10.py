@@ -16,7 +16,7 @@ networks learn from it in all epochs, those that are pruned at the cut in the ep
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -253,7 +253,7 @@ def at_once(study: Study, seed: int, share: float, distilled: bool = False, **op
 def as_fast(study: Study, seed: int, share: float) -> nn.Module:
     """Train the network, shrink it at the cut until it is as fast as that of :func:`width`, and train what is left.
 
-    Its MACs may be more. The latency is that of the device that trains.
+    Its MACs may be more.
     """
     half, images = study.dense(seed, study.cut), study.images.expand(max(TIMED), -1, -1, -1)
     latency = study.latency_budget(_narrower(study, seed, share), half)
@@ -317,7 +317,7 @@ def _for_torch_pruning(network: nn.Module) -> dict[str, Any]:
 class Way:
     """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared.
 
-    A way that measures latencies while it trains is for the CPU, as all latencies are.
+    ``only_cpu``: whether it measures latencies while it trains, which are those of the CPU.
     """
 
     train: Callable[[Study, int, float], nn.Module]
@@ -407,6 +407,17 @@ def main(
     facts = {"settings": asdict(study.training()), "training_samples": images}
     results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
 
+    with owned(runs):
+        if time:
+            add_latencies(study, results)
+        else:
+            add_networks(study, results, product(range(first, first + seeds), chosen))
+    results.show()
+
+
+def add_networks(study: Study, results: ResultFile, wanted: Iterable[tuple[int, str]]) -> None:
+    """Train the networks of seeds and ways that the results lack."""
+
     def measure(key: Record) -> Record:
         network = WAYS[key["way"]].train(study, key["seed"], key["share"])
         measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
@@ -414,16 +425,18 @@ def main(
             torch.save(network.cpu(), temporary)
         return measured
 
-    with owned(runs):
-        for record in results.networks() if time else ():
-            if study.file(record).exists():
-                network = torch.load(study.file(record), CPU, weights_only=False)
-                results.extend(record, {"latencies": study.latencies(network)})
-        for seed, way in () if time else product(range(first, first + seeds), chosen):
-            for share in WAYS[way].shares:
-                key = {"way": way, "share": share, "seed": seed, "device": machine.device_name(study.device)}
-                results.once(key, partial(measure, key))
-    results.show()
+    for seed, way in wanted:
+        for share in WAYS[way].shares:
+            key = {"way": way, "share": share, "seed": seed, "device": machine.device_name(study.device)}
+            results.once(key, partial(measure, key))
+
+
+def add_latencies(study: Study, results: ResultFile) -> None:
+    """Measure the latencies of the networks that the results have and the folder keeps."""
+    for record in results.networks():
+        if study.file(record).exists():
+            network = torch.load(study.file(record), CPU, weights_only=False)
+            results.extend(record, {"latencies": study.latencies(network)})
 
 
 if __name__ == "__main__":

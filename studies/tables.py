@@ -377,14 +377,12 @@ def budget_cifar10(report: Record) -> list[Table]:
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
         f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
-        "test error in percent, mean over networks; paired differences from uniform width (distilled if the way is, "
+        "test error in percent, mean over runs; paired differences from uniform width (distilled if the way is, "
         f"from the dense network for 100%) and from {PEER}, mean and standard error, of one pair the difference; MACs "
         "and latency of the compacted network over those of the dense one"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
-    return [
-        Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "networks", "MACs", *timed], rows)
-    ]
+    return [Table(title, ["budget", "way", "error", "from width", "from Torch-Pruning", "runs", "MACs", *timed], rows)]
 
 
 def _ratios(arm: Record) -> list[str]:
@@ -406,7 +404,7 @@ def halves(results: Path) -> str:
         "MACs and latency over those of the dense network"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
-    table = Table(title, ["network", "test error", "trained", "MACs", *timed], rows)
+    table = Table(title, ["network", "test error", "runs", "MACs", *timed], rows)
     return f"\n{table.markdown()}\n\n"
 
 

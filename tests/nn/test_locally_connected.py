@@ -151,7 +151,7 @@ def test_outputs_have_the_strides_of_a_convolutions(sizes):
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3), (3, 4), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_batch_norm_before_a_layer_gets_the_gradients_that_it_gets_before_a_convolution(batch, sizes):
-    """Of one image, torch's backward pass of a batch norm misreads gradients that have unusual strides."""
+    """A batch norm's backward pass in torch misreads the gradient of a single image if its strides are unusual."""
     axes = len(sizes)
     conv = CONVOLUTIONS[axes - 1](2, 3, 3, padding=1).double()
     layer = LAYERS[axes - 1].from_conv(conv, sizes)
