@@ -1,33 +1,50 @@
 """Ring norms and the exact prox of nested rings in Triton, for GPUs that the compiled library is not built for.
 
-One launch handles all filters of a weight. Weights of any strides are read and written in place: a table in device
-memory lists where the taps of each ring are. The host never waits for the device, and a CUDA graph can capture a call;
-the graph repeats the thresholds that it was captured with.
+One launch handles all filters of all weights whose kernels have the same compile-time constants. Weights of any strides
+are read and written in place: a table in device memory lists where they and the taps of each ring are. The host never
+waits for the device, and a CUDA graph can capture a call; the graph repeats the thresholds that it was captured with.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from loco_ext.triton_kernels.ring_prox_kernels import norms_kernel, prox_kernel
-from loco_ext.triton_kernels.ring_prox_weights import WeightForm
+from loco_ext.triton_kernels.ring_prox_weights import COLUMNS, WeightForm
 from loco_ext.triton_kernels.sizes import next_power_of_2
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
+
+from loco_ext.ops.ring_prox import ProxCall
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 BLOCKS = (32, 1024)  # least and most weights that a program works on at a time
 PER_THREAD = 4  # weights per thread
 NARROW = 2**31 - BLOCKS[1]  # most weights of a filter whose indices fit into 32 bits
-ALIGNED = 16  # elements: taps at multiples of it count as aligned
+ALIGNED = 16  # bytes between aligned addresses, and elements between aligned filters and taps
 
-# Caches tables and thresholds of more layers than networks have.
-_UPLOADS = Uploads(size=512)
+_UPLOADS = Uploads(size=128)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One weight of a launch."""
+
+    form: WeightForm
+    operands: list[Tensor]  # weight, out, and the metric if there is one
+    rings: int
+    taps: np.ndarray  # from _tap_table
+    t: Tensor | None
+    q: Tensor | None
 
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
@@ -35,12 +52,8 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     norms = torch.empty((weight.shape[0], count), dtype=dtype, device=weight.device)
     weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
-    if weight.shape[0] == 0:
-        return norms
     with _device(weight.device):
-        table, options = _plan([weight], rings, count)
-        sizes = (weight.shape[1], len(rings), count)
-        norms_kernel[(weight.shape[0],)](weight, norms, table, *sizes, weight.stride()[:2], **options)
+        _launch(norms_kernel, [_layer([weight, norms], rings, count)])
     return norms
 
 
@@ -57,35 +70,26 @@ def ring_prox(
     Args:
         thresholds, squared: contiguous, in host memory or on the weight's device.
     """
-    t, q = thresholds, squared
-    if t.device != weight.device:
-        t, q = thresholds_on(weight.device, thresholds, squared)
-    weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
-    metric = None if metric is None else metric.resolve_neg()
-    out = torch.empty_like(weight)
-    if weight.shape[0] == 0:
-        return out
-    if metric is not None and metric.dtype == torch.float64:
-        metric, t, q = _near_one(metric, t, q)
-    count = t.shape[-1]
-    operands = [weight, out, weight if metric is None else metric]
-    with _device(weight.device):
-        table, options = _plan(operands, rings, count, metric=metric, linf=linf, squared=q is not None)
-        prox_kernel[(weight.shape[0],)](
-            weight,
-            metric,
-            out,
-            t,
-            q,
-            table,
-            weight.shape[1],
-            len(rings),
-            count,
-            0 if t.dim() == 1 else count,
-            *(operand.stride()[:2] for operand in operands),
-            **options,
-        )
-    return out
+    return ring_proxes([ProxCall(weight, rings, thresholds, squared, metric, linf)])[0]
+
+
+def ring_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
+    """Return :func:`ring_prox` of each call, all on one device."""
+    outs = [torch.empty_like(call.weight) for call in calls]
+    with _device(outs[0].device):
+        layers = [_prox_layer(call, out) for call, out in zip(calls, outs, strict=True)]
+        _launch(prox_kernel, layers)
+    return outs
+
+
+def _prox_layer(call: ProxCall, out: Tensor) -> _Layer:
+    t, q, operands = call.t, call.q, [call.weight.resolve_neg(), out]
+    if call.metric is not None:
+        metric = call.metric.resolve_neg()
+        if metric.dtype == torch.float64:
+            metric, t, q = _near_one(metric, *_on_device(out.device, t, q))
+        operands.append(metric)
+    return _layer(operands, call.rings, t.shape[-1], t, q, call.linf)
 
 
 def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -104,71 +108,127 @@ def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tens
     )
 
 
-def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return thresholds and squared, which may be None, in the device's memory."""
-    host = [each.detach().numpy() for each in (thresholds, squared) if each is not None]
-    with _device(device):
-        (t, *q), _host = _UPLOADS.find(
-            "thresholds",
-            device,
-            lambda: [array.tobytes() for array in host],
-            lambda: upload([array.ravel() for array in host], device),
-        )
-    return t.view(thresholds.shape), q[0].view(thresholds.shape) if q else None
+def _on_device(device: torch.device, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return thresholds in the device's memory."""
+    if t.device == device:
+        return t, q
+    host = [each.detach().numpy() for each in (t, q) if each is not None]
+    (t_there, *q_there), _host = _UPLOADS.find(
+        "thresholds",
+        device,
+        lambda: [array.tobytes() for array in host],
+        lambda: upload([array.ravel() for array in host], device),
+    )
+    return t_there.view(t.shape), q_there[0].view(t.shape) if q_there else None
 
 
-def _plan(
-    operands: Sequence[Tensor],
+def _layer(
+    operands: list[Tensor],
     rings: Sequence[int],
     count: int,
-    metric: Tensor | None = None,
+    t: Tensor | None = None,
+    q: Tensor | None = None,
     linf: bool = False,
-    squared: bool = False,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return the table of the taps, and the kernel's compile-time constants and launch options."""
-    weight = operands[0]
-    device, channels, taps = weight.device, weight.shape[1], tuple(weight.shape[2:])
-    strides = tuple(operand.stride()[2:] for operand in operands)
-    (uploaded, _host), aligned, most = _UPLOADS.find(
-        "table",
-        device,
-        lambda: (taps, strides, tuple(rings), count),
-        lambda: _table(taps, strides, rings, count, device),
-    )
-    block = next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
+) -> _Layer:
+    """Return the layer of a weight, its prox or its norms, which have two dimensions, and perhaps a metric."""
+    weight, metric = operands[0], operands[2] if len(operands) > 2 else None
+    channels, taps = weight.shape[1], tuple(weight.shape[2:])
+    # Norms have no taps: they are given the weight's.
+    strides = tuple((weight if x.dim() == 2 else x).stride()[2:] for x in operands)
+    table, aligned, most = _tap_table(taps, strides, tuple(rings), count)
     form = WeightForm(
         weight=DTYPES[weight.dtype],
         metric=None if metric is None else DTYPES[metric.dtype],
         linf=linf,
-        squared=squared,
-        block=block,
+        squared=q is not None,
+        block=next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1])),
         padded_rings=next_power_of_2(count),
         taps_fastest=channels == 1 or weight.stride(1) != 1,
-        aligned=aligned,
+        adjacent=all(x.stride(1) == 1 for x in operands),
+        aligned=aligned
+        and channels % ALIGNED == 0
+        and all(map(_is_aligned, operands if t is not None else operands[:1])),
+        on_device=t is not None and _is_on_device(t),
         wide=channels * len(rings) > NARROW,
     )
-    warps = max(1, block // (PER_THREAD * (64 if torch.version.hip else 32)))
-    return uploaded[0], {"FORM": form, "num_warps": warps, "enable_fp_fusion": False}
+    return _Layer(form, operands, count, table, t, q)
 
 
-def _table(
-    taps: tuple[int, ...],
-    strides: Sequence[tuple[int, ...]],
-    rings: Sequence[int],
-    count: int,
-    device: torch.device,
-) -> tuple[Any, bool, int]:
-    """Return the table in device memory, whether all taps are at multiples of 16, and the most taps of a ring.
+def _is_on_device(thresholds: Tensor) -> bool:
+    return thresholds.device.type != "cpu"
 
-    Rows are offsets of each operand's taps, sorted by ring; then follow the first tap of each ring and their number.
+
+def _is_aligned(operand: Tensor) -> bool:
+    return operand.stride(0) % ALIGNED == 0 and operand.data_ptr() % ALIGNED == 0
+
+
+@lru_cache(maxsize=512)  # more layers than networks have
+def _tap_table(
+    taps: tuple[int, ...], strides: tuple[tuple[int, ...], ...], rings: tuple[int, ...], count: int
+) -> tuple[np.ndarray, bool, int]:
+    """Return the taps of a row of the table, whether all are at multiples of 16, and the most taps of a ring.
+
+    Offsets of each of three operands' taps, sorted by ring; then the first tap of each ring and their number.
     """
     order = np.argsort(np.asarray(rings, dtype=np.int64), kind="stable")
     steps = np.stack([axis.ravel() for axis in np.indices(taps)]) if taps else np.zeros((0, 1), dtype=np.int64)
-    offsets = np.asarray(strides, dtype=np.int64).reshape(len(strides), len(taps)) @ steps
+    offsets = np.zeros((3, len(rings)), dtype=np.int64)
+    offsets[: len(strides)] = np.asarray(strides, dtype=np.int64).reshape(len(strides), len(taps)) @ steps
     sizes = np.bincount(rings, minlength=count)
     begins = np.concatenate([[0], np.cumsum(sizes)])
     table = np.concatenate([offsets[:, order].ravel(), begins]).astype(np.int64)
-    return upload([table], device), not (offsets % ALIGNED).any(), int(sizes.max())
+    return table, not (offsets % ALIGNED).any(), int(sizes.max())
+
+
+def _launch(kernel: Any, layers: Sequence[_Layer]) -> None:
+    """Launch a kernel for all layers that have filters."""
+    launches: dict[WeightForm, list[_Layer]] = defaultdict(list)
+    for layer in layers:
+        if len(layer.operands[0]) > 0:
+            launches[layer.form].append(layer)
+    if not launches:
+        return
+    device = layers[0].operands[0].device
+    data = _table([*launches.values()])
+    (table,), _host = _UPLOADS.find("table", device, data.tobytes, lambda: upload([data], device))
+    first_row = 0
+    for form, chosen in launches.items():
+        filters = sum(len(layer.operands[0]) for layer in chosen)
+        warps = max(1, form.block // (PER_THREAD * (64 if torch.version.hip else 32)))
+        kernel[(filters,)](table, first_row, len(chosen), FORM=form, num_warps=warps, enable_fp_fusion=False)
+        first_row += len(chosen)
+
+
+def _table(launches: Sequence[Sequence[_Layer]]) -> np.ndarray:
+    """Return the table of ring_prox_weights.py: rows, launch after launch, then what they refer to."""
+    rows: list[list[int]] = []
+    parts: list[np.ndarray] = []
+    end = COLUMNS.value * sum(map(len, launches))
+
+    def put(part: np.ndarray) -> int:
+        nonlocal end
+        parts.append(part)
+        end += len(part)
+        return end - len(part)
+
+    def place(thresholds: Tensor | None) -> int:
+        if thresholds is None:
+            return 0
+        if _is_on_device(thresholds):
+            return thresholds.data_ptr()
+        return put(thresholds.detach().numpy().ravel().view(np.int64))
+
+    for chosen in launches:
+        begins = accumulate((len(layer.operands[0]) for layer in chosen), initial=0)
+        for layer, begin in zip(chosen, begins, strict=False):
+            weight, t = layer.operands[0], layer.t
+            stride = layer.rings if t is not None and t.dim() == 2 else 0
+            row = [begin, weight.shape[1], weight.shape[2:].numel(), layer.rings, put(layer.taps)]
+            row += [place(t), place(layer.q), stride]
+            for operand in layer.operands:
+                row += [operand.data_ptr(), operand.stride(0), operand.stride(1)]
+            rows.append(row + [0] * (COLUMNS.value - len(row)))
+    return np.concatenate([np.asarray(rows, dtype=np.int64).ravel(), *parts])
 
 
 def _device(device: torch.device) -> torch.cuda.device | nullcontext[None]:

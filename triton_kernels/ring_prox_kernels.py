@@ -6,9 +6,11 @@
 The maths, including the treatment of NaN, infinity and thresholds of 0, is that of ``csrc/ring_prox/math.h``. As there,
 sums and everything derived from them are in float64, and nothing is fused (launch with ``enable_fp_fusion=False``).
 
-weight, metric (d) and out are [filters, channels, taps] with strides in elements for filters and channels and an offset
-for each tap. The table, int64, lists the taps ring after ring, outermost first. thresholds (t) and squared (q) are
-float64 [filters, rings], or [rings] with a stride of 0 between filters; norms is contiguous [filters, rings].
+A launch has the filters of several weights, each in a row of the table, which is int64 (ring_prox_weights.py). weight,
+metric (d) and out are [filters, channels, taps] with strides in elements for filters and channels and an offset for
+each tap; the table lists the taps ring after ring, outermost first. thresholds (t) and squared (q) are float64
+[filters, rings], or [rings] with a stride of 0 between filters; norms, which take the place of out, are contiguous
+[filters, rings].
 
 One program handles one filter (output channel) from its first sum to its last weight: it reads the filter in blocks of
 one ring's weights, once for the sums of squares and again wherever a metric or a clipped ring needs them, solves for
@@ -23,10 +25,9 @@ import triton.language as tl
 from loco_ext.triton_kernels.ring_prox_search import DONE, LAST, narrow, search_above, search_at
 from loco_ext.triton_kernels.ring_prox_weights import (
     INFINITY,
-    Kernel,
     fill,
     get,
-    operand_of,
+    kernel_of,
     put,
     ring_sizes,
     ring_squares,
@@ -262,54 +263,20 @@ def _prox_linf(kernel, FORM: tl.constexpr):
 # ---- entry points
 
 
-@triton.jit(do_not_specialize=["taps", "rings"])
-def norms_kernel(
-    weight,
-    norms,  # float64 for float64 weights, else float32, [filters, rings]
-    table,  # int64: offsets of the weight's taps, [taps], and begins, [rings + 1]
-    channels,
-    taps,
-    rings,
-    weight_strides,  # of filters and of channels, in elements
-    FORM: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def norms_kernel(table, first_row, rows, FORM: tl.constexpr):
     """Compute the Euclidean norm of each ring."""
-    u = operand_of(weight, weight_strides, FORM.weight, table)
-    kernel = Kernel(u, u, u, channels, rings, table + taps, norms, norms)
+    kernel = kernel_of(table, first_row, rows, True, FORM)
     scale, squares = scaled_squares(kernel, FORM)
     ring = tl.arange(0, FORM.padded_rings)
     result = (tl.sqrt(squares) / scale).to(FORM.arithmetic)
-    tl.store(norms + tl.program_id(0).to(tl.int64) * rings + ring, result, mask=ring < rings)
+    tl.store(kernel.out.data + ring, result, mask=ring < kernel.rings)
 
 
-@triton.jit(do_not_specialize=["taps", "rings", "thresholds_stride"])
-def prox_kernel(
-    weight,
-    metric,  # or None
-    out,
-    thresholds,  # float64, [filters, rings] or [rings]
-    squared,  # the same, or None
-    table,  # int64: offsets of the taps of weight, out and metric, [3, taps], and begins, [rings + 1]
-    channels,
-    taps,
-    rings,
-    thresholds_stride,  # between filters, in elements
-    weight_strides,  # of filters and of channels, in elements
-    out_strides,
-    metric_strides,
-    FORM: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def prox_kernel(table, first_row, rows, FORM: tl.constexpr):
     """Compute the prox of nested groups."""
-    u = operand_of(weight, weight_strides, FORM.weight, table)
-    x = operand_of(out, out_strides, FORM.weight, table + taps)
-    d = u
-    if FORM.metric is not None:
-        d = operand_of(metric, metric_strides, FORM.metric, table + 2 * taps)
-    t = thresholds + tl.program_id(0).to(tl.int64) * thresholds_stride
-    q = t
-    if FORM.squared:
-        q = squared + tl.program_id(0).to(tl.int64) * thresholds_stride
-    kernel = Kernel(u, d, x, channels, rings, table + 3 * taps, t, q)
+    kernel = kernel_of(table, first_row, rows, False, FORM)
     if FORM.linf:
         _prox_linf(kernel, FORM)
     elif FORM.metric is not None:

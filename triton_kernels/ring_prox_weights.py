@@ -1,9 +1,9 @@
 """The weights of one filter (output channel) in Triton: their addresses, sums over its rings, and stores.
 
 One program handles one filter, ring after ring, each in blocks, since most sums are of one ring and a later ring's need
-the earlier's. A table of :mod:`loco_ext.triton_kernels.ring_prox` lists where the taps of a ring are. Sums are in
-float64; weights are multiplied and clipped in their compute dtype. Scalars of a filter's rings are a tensor with one
-entry per ring.
+the earlier's. A table, made by :mod:`loco_ext.triton_kernels.ring_prox`, tells the programs of a launch which weight
+their filter belongs to, and lists where the taps of its rings are. Sums are in float64; weights are multiplied and
+clipped in their compute dtype. Scalars of a filter's rings are a tensor with one entry per ring.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -18,6 +18,17 @@ from loco_ext.triton_kernels.conversions import load, store
 
 INFINITY = tl.constexpr(float("inf"))
 
+# Columns of the table's first part, which has a row for each weight of a launch and int64 numbers. Each of the three
+# operands has an address, strides between filters and between channels, and a list of offsets of its taps.
+FIRST_FILTER = tl.constexpr(0)  # number of filters of the rows before
+CHANNELS, TAPS, RINGS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+TAPS_AT = tl.constexpr(4)  # index in the table of offsets of the operands' taps, [3, taps], and begins, [rings + 1]
+T_AT, Q_AT = tl.constexpr(5), tl.constexpr(6)  # indices of the thresholds in the table, or their addresses
+THRESHOLDS_STRIDE = tl.constexpr(7)  # between filters, in elements
+OPERANDS = tl.constexpr(8)  # weight, out, metric; each an address and two strides
+COLUMNS = tl.constexpr(17)
+WEIGHT, OUT, METRIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @dataclass(frozen=True)
 class WeightForm:
@@ -30,7 +41,9 @@ class WeightForm:
     block: int  # weights at a time, a power of 2
     padded_rings: int  # number of rings, rounded up to a power of 2
     taps_fastest: bool  # whether a ring's weights are visited taps first; else channels first
-    aligned: bool  # the taps of all operands are at multiples of 16 elements
+    adjacent: bool  # the channels of all operands follow each other
+    aligned: bool  # all operands are at multiples of 16 bytes; filters, taps and channels come in multiples of 16
+    on_device: bool  # thresholds lie elsewhere in the device's memory; else in the table
     wide: bool  # weight indices have 64 bits
 
     @property
@@ -57,6 +70,70 @@ class Kernel(NamedTuple):
     begins: tl.tensor  # the first tap of each ring, and the number of taps: int64, [rings + 1]
     t: tl.tensor  # float64, [rings]
     q: tl.tensor  # float64, [rings]
+
+
+# ---- the filter of a program
+
+
+@triton.jit
+def kernel_of(table, first_row, rows, OF_NORMS: tl.constexpr, FORM: tl.constexpr):
+    """Return the filter of this program; the launch has the filters of ``rows`` rows of the table.
+
+    OF_NORMS: the norms of its rings are written, at the address of ``out``, and it has no thresholds.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    low, high = first_row * 1, first_row + rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(table + middle * COLUMNS + FIRST_FILTER)
+        low, high = tl.where(begins <= number, middle, low), tl.where(begins <= number, high, middle)
+    row = table + low * COLUMNS
+    number -= tl.load(row + FIRST_FILTER)
+    channels, taps, rings = tl.load(row + CHANNELS), tl.load(row + TAPS), tl.load(row + RINGS).to(tl.int32)
+    if not FORM.wide:
+        channels = channels.to(tl.int32)
+    if FORM.aligned:
+        channels = tl.multiple_of(channels, 16)
+    offsets = table + tl.load(row + TAPS_AT)
+    u = _operand_of(row, WEIGHT, offsets, number, FORM.weight, FORM.aligned, FORM.adjacent)
+    if OF_NORMS:
+        out = _operand_of(row, OUT, offsets + taps, number, FORM.arithmetic, False, True)
+    else:
+        out = _operand_of(row, OUT, offsets + taps, number, FORM.weight, FORM.aligned, FORM.adjacent)
+    d = u
+    if FORM.metric is not None:
+        d = _operand_of(row, METRIC, offsets + 2 * taps, number, FORM.metric, FORM.aligned, FORM.adjacent)
+    shift = number * tl.load(row + THRESHOLDS_STRIDE)
+    t, q = _thresholds_at(table, row, T_AT, FORM) + shift, _thresholds_at(table, row, Q_AT, FORM) + shift
+    return Kernel(u, d, out, channels, rings, offsets + 3 * taps, t, q)
+
+
+@triton.jit
+def _operand_of(
+    row,
+    which: tl.constexpr,
+    offsets,
+    number,
+    dtype: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADJACENT: tl.constexpr,
+):
+    """Return the operand of the filter of this number."""
+    held_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
+    field = row + (OPERANDS + 3 * which)
+    data, shift = tl.load(field).to(tl.pointer_type(held_as)), number * tl.load(field + 1)
+    if ALIGNED:
+        data, shift = tl.multiple_of(data, 16), tl.multiple_of(shift, 16)
+    stride = 1 if ADJACENT else tl.load(field + 2)
+    return Operand(data + shift, stride, offsets)
+
+
+@triton.jit
+def _thresholds_at(table, row, COLUMN: tl.constexpr, FORM: tl.constexpr):
+    at = tl.load(row + COLUMN)
+    if FORM.on_device:
+        return at.to(tl.pointer_type(tl.float64))
+    return (table + at).to(tl.pointer_type(tl.float64), bitcast=True)
 
 
 # ---- scalars of rings
@@ -273,11 +350,3 @@ def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
             x = _damped(u.to(tl.float64), _load_d(kernel, channel, tap, mask, FORM), value).to(T)
         store(_addresses(kernel.out, channel, tap, mask, FORM), x, mask, FORM.weight, None, False)
         block += 1
-
-
-@triton.jit
-def operand_of(data, strides, dtype: tl.constexpr, offsets):
-    """Return the operand of this program's filter; strides: between filters and between channels, in elements."""
-    held_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
-    data = data.to(tl.pointer_type(held_as), bitcast=True)
-    return Operand(data + tl.program_id(0).to(tl.int64) * strides[0], strides[1], offsets)

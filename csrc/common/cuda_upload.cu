@@ -3,8 +3,9 @@
 // from: [count] bytes on the host, contiguous. to: [count] bytes in global memory, contiguous, aligned to 16 bytes.
 // CUDA copies a kernel's arguments when it is launched, so host memory may change as soon as the launch returns.
 //
-// The bytes are divided into payloads of at most kSmallPayload or kLargePayload bytes, one launch each. One block
-// writes a payload; its threads take 16 bytes each in turn.
+// The bytes are divided into payloads of at most kSmallPayload or kLargePayload bytes, one launch each. A thread writes
+// 16 bytes. The threads of a warp read their arguments one after the other, so that blocks are small, for many
+// multiprocessors to share the reading.
 #include <algorithm>
 
 #include "common/check.h"
@@ -15,7 +16,8 @@
 namespace loco {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 64;
+constexpr int kBytes = 16;  // that a thread writes
 constexpr int kSmallPayload = 3968, kLargePayload = 32256;
 
 template <int size>
@@ -26,15 +28,17 @@ struct alignas(16) Payload {
 template <int size>
 __global__ void __launch_bounds__(kThreads)
     write_payload(const __grid_constant__ Payload<size> payload, unsigned char* to, int count) {
-  const auto* from = reinterpret_cast<const uint4*>(payload.bytes);
-  for (int k = threadIdx.x; k < count / 16; k += kThreads) reinterpret_cast<uint4*>(to)[k] = from[k];
+  const int k = blockIdx.x * kThreads + threadIdx.x;
+  if (k < count / kBytes) reinterpret_cast<uint4*>(to)[k] = reinterpret_cast<const uint4*>(payload.bytes)[k];
 }
 
 template <int size>
 void upload_part(const unsigned char* from, unsigned char* to, int64_t count, void* stream) {
   Payload<size> payload;
   std::copy_n(from, count, payload.bytes);
-  LOCO_LAUNCH(write_payload<size>, 1, kThreads, stream, payload, to, static_cast<int>(count));
+  constexpr int kPerBlock = kThreads * kBytes;
+  const auto blocks = static_cast<unsigned>((count + kPerBlock - 1) / kPerBlock);
+  LOCO_LAUNCH(write_payload<size>, blocks, kThreads, stream, payload, to, static_cast<int>(count));
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -189,21 +190,29 @@ def joins_in_kernel(weight: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class JointProx:
-    """The arguments of :func:`ring_prox` of all filters of a weight together, unchecked.
+class ProxCall:
+    """The arguments of :func:`ring_prox`, unchecked.
 
     ``t`` and ``q`` are contiguous, on the CPU or the weight's device.
     """
 
     weight: Tensor
-    rings: list[int]
+    rings: Sequence[int]
     t: Tensor
-    q: Tensor
+    q: Tensor | None
     metric: Tensor | None
     linf: bool
 
 
-def run_joint_kernels(calls: Sequence[JointProx]) -> list[Tensor]:
+def run_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
+    """Return the prox of each filter by itself of each weight, all on one device; Triton shares launches."""
+    if calls and backends.choose(_FAMILY, calls[0].weight.device) == "triton":
+        found: list[Tensor] = _triton().ring_proxes(calls)
+        return found
+    return [run_prox(call.weight, list(call.rings), call.t, call.q, call.metric, call.linf) for call in calls]
+
+
+def run_joint_kernels(calls: Sequence[ProxCall]) -> list[Tensor]:
     """Return the prox of each weight, all on one device; weights of a kind share a launch, and no host waits for it."""
     results: dict[int, Tensor] = {}
     for kind in {(call.metric is None, call.linf) for call in calls}:
@@ -231,7 +240,7 @@ def run_joint_prox(
         plain: whether t is known to be 0.
     """
     if joins_in_kernel(weight):
-        return run_joint_kernels([JointProx(weight, rings, t, q, metric, linf)])[0]
+        return run_joint_kernels([ProxCall(weight, rings, t, q, metric, linf)])[0]
     chosen = backends.choose(_FAMILY, weight.device)
     if chosen == "reference":
         return _reference.ring_prox(weight, rings, t, q, metric, linf, True)
@@ -255,8 +264,12 @@ def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:
     if chosen == "reference":
         return getattr(_reference, name)(weight, *arguments)
     if chosen == "triton":
-        return getattr(importlib.import_module("loco_ext.triton_kernels.ring_prox"), name)(weight, *arguments)
+        return getattr(_triton(), name)(weight, *arguments)
     return getattr(backends.operators(), name)(weight, *arguments)
+
+
+def _triton() -> ModuleType:
+    return importlib.import_module("loco_ext.triton_kernels.ring_prox")
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

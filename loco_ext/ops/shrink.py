@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
-from loco_ext.ops.ring_prox import JointProx, joins_in_kernel, run_joint_kernels, run_joint_prox, run_prox
+from loco_ext.ops.ring_prox import ProxCall, joins_in_kernel, run_joint_kernels, run_joint_prox, run_proxes
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.optim_step import prox_sizes
@@ -43,7 +43,8 @@ def _lies_by_filters(param: Tensor) -> bool:
 def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
 
-    On a GPU, joint penalties share launches, and so do the metrics of all others, batch by batch.
+    On a GPU, joint penalties share launches, and so do the metrics of all others and their proxes in Triton, batch by
+    batch.
     """
     joint: list[int] = []
     alone: list[int] = []
@@ -52,12 +53,8 @@ def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], l
         shares = isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(args.params[i])
         (joint if shares else alone).append(i)
     for batch in _batches(args, alone):
-        proxes = []
-        for i, size in zip(batch, _prox_sizes(args, batch), strict=True):
-            penalty = args.penalties[i]
-            assert penalty is not None
-            proxes.append(prox_of(penalty, args.params[i], *size))
-        yield batch, proxes
+        penalties, weights = [args.penalties[i] for i in batch], [args.params[i] for i in batch]
+        yield batch, proxes_of(penalties, weights, _prox_sizes(args, batch))
     if joint:
         yield joint, _prox_of_joint(args, joint)
 
@@ -92,33 +89,50 @@ def _prox_sizes(args: StepArgs, chosen: Sequence[int]) -> list[tuple[Any, Tensor
 
 def _prox_of_joint(args: StepArgs, chosen: Sequence[int]) -> list[Tensor]:
     results = {i: args.params[i] for i in chosen}
-    calls: dict[int, JointProx] = {}
+    calls: dict[int, ProxCall] = {}
     for i, (size, divisor) in zip(chosen, _prox_sizes(args, chosen), strict=True):
         w, penalty = args.params[i], args.penalties[i]
         assert isinstance(penalty, StepPenalty)
         if not _is_zero(size):
             t, q = penalty.scaled(size, w.device if isinstance(size, Tensor) else None)
             assert q is not None
-            calls[i] = JointProx(w, penalty.rings, t, q, divisor, penalty.linf)
+            calls[i] = ProxCall(w, penalty.rings, t, q, divisor, penalty.linf)
     results.update(zip(calls, run_joint_kernels(list(calls.values())), strict=True))
     return list(results.values())
 
 
-def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
-    """Return the prox of ``w`` for a step of this size; ``divisor``: the metric times the size (None: ones)."""
-    if _is_zero(size):
+def proxes_of(
+    penalties: Sequence[OfStep | None], weights: Sequence[Tensor], sizes: Sequence[tuple[Any, Tensor | None]]
+) -> list[Tensor]:
+    """Return the prox of each weight, all on one device, for its penalty and a step of its size.
+
+    Args:
+        sizes: sizes of the steps, and each metric times that size (None: ones).
+    """
+    results = list(weights)
+    calls: dict[int, ProxCall] = {}
+    for k, (penalty, w, (size, divisor)) in enumerate(zip(penalties, weights, sizes, strict=True)):
+        if penalty is None or _is_zero(size):
+            continue
+        if isinstance(penalty, LayerPenalty):
+            results[k] = _prox_of_layer(penalty, w, float(size), divisor)
+            continue
+        on_device = isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w))
+        t, q = penalty.scaled(size, w.device if on_device else None)
+        if q is not None and penalty.joint:
+            plain = not penalty.thresholds.any()
+            results[k] = run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
+        else:
+            calls[k] = ProxCall(w, penalty.rings, t, q, divisor, penalty.linf)
+    for k, shrunk in zip(calls, run_proxes(list(calls.values())), strict=True):
+        results[k] = shrunk
+    return results
+
+
+def _prox_of_layer(penalty: LayerPenalty, w: Tensor, size: float, divisor: Tensor | None) -> Tensor:
+    if size == 0:
         return w
-    if isinstance(penalty, LayerPenalty):
-        size = float(size)
-        if size == 0:
-            return w
-        return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
-    on_device = isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w))
-    t, q = penalty.scaled(size, w.device if on_device else None)
-    if q is None or not penalty.joint:
-        return run_prox(w, penalty.rings, t, q, divisor, penalty.linf)
-    plain = not penalty.thresholds.any()
-    return run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
+    return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
 
 
 def _is_zero(size: Tensor | float) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from loco_ext.ops.shrink import prox_of
+from loco_ext.ops.shrink import proxes_of
 from loco_ext.ops.step_args import Flags, Rule
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
@@ -341,7 +341,8 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            param.copy_(prox_of(penalty, param.to(compute_dtype(param.dtype)), *self._prox_size(group, param)))
+            wide = param.to(compute_dtype(param.dtype))
+            param.copy_(proxes_of([penalty], [wide], [self._prox_size(group, param)])[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

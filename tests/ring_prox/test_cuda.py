@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loco_ext import geometry, ops
-from loco_ext.ops.ring_prox import JointProx, run_joint_kernels
+from loco_ext.ops.ring_prox import ProxCall, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
 from loco_ext.reference.dtypes import compute_dtype
 from tests.covering import covering, slow
@@ -149,7 +149,7 @@ def test_filters_that_share_a_factor_find_the_references(compiled, dtype, size, 
         assert torch.equal(out == 0, expected == 0)
 
 
-def joint_calls(has_metric: bool, linf: bool) -> list[JointProx]:
+def joint_calls(has_metric: bool, linf: bool) -> list[ProxCall]:
     """Return layers of all dtypes, sizes and layouts, one of one filter, one of none, two with NaN or infinity."""
     calls = []
     sizes = ["3x3", "one_weight", "wide", "one_tap", "wide", "3x3", "one_weight", "wide"]
@@ -161,7 +161,7 @@ def joint_calls(has_metric: bool, linf: bool) -> list[JointProx]:
         metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
         rings, count = rings_of(weight.shape)
         q = thresholds_for(wide, count, k % 2 == 1, linf, 0.3)[: len(weight) if k % 2 else None]
-        calls.append(JointProx(weight, rings, q * (k % 4) / 4, q, metric, linf))
+        calls.append(ProxCall(weight, rings, q * (k % 4) / 4, q, metric, linf))
     calls[0].weight[1, 2, 0, 0], calls[2].weight[0, 1, 0, 0] = torch.nan, torch.inf
     large = torch.randn(2, 690, 1, 15)  # just too large for shared memory
     calls.insert(3, replace(calls[2], weight=large, metric=large.square() + 0.5 if has_metric else None))
@@ -192,20 +192,20 @@ def test_layers_that_share_a_launch_become_what_they_become_alone(compiled, mode
 
 @pytest.mark.usefixtures("cuda_on_cpu")
 def test_layers_share_a_launch_if_one_of_their_kind_takes_as_many_threads(compiled):
-    def launches(calls: list[JointProx]) -> int:
+    def launches(calls: list[ProxCall]) -> int:
         before = library.launches()
         run_joint_kernels(calls)
         return library.launches() - before
 
     library, q = operators.library(compiled), torch.full((1,), 0.2, dtype=torch.float64)
-    small = [JointProx(torch.randn(3, channels, 3, 3), [0] * 9, q, q, None, False) for channels in (1, 2, 64, 113)]
+    small = [ProxCall(torch.randn(3, channels, 3, 3), [0] * 9, q, q, None, False) for channels in (1, 2, 64, 113)]
     assert launches(small) == 1 + 1, "the table's and one more"
     assert launches([*small, replace(small[0], weight=torch.randn(2, 114, 3, 3))]) == 1 + 2
     assert launches([replace(call, weight=call.weight.double()) for call in small[:1]] + small) == 1 + 2
     assert launches(small[:1] * 25) == 1 + 2, "a launch takes 24 layers"
     assert launches([replace(small[0], weight=torch.empty(0, 1, 3, 3))]) == 0
     shapes = [(2, channels, 3, 3) for channels in (3, 64, 128, 256, 512)] + [(2, c, 1, 1) for c in (64, 128, 256)]
-    of_resnet18 = [JointProx(w, [0] * w[0, 0].numel(), q, q, w.square() + 0.5, False) for w in map(torch.randn, shapes)]
+    of_resnet18 = [ProxCall(w, [0] * w[0, 0].numel(), q, q, w.square() + 0.5, False) for w in map(torch.randn, shapes)]
     assert launches(of_resnet18) == 1 + 4
     assert run_joint_kernels([]) == []
 

@@ -8,6 +8,7 @@ import itertools
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import loco_ext
 from loco_ext import ops
+from loco_ext.ops.ring_prox import ProxCall
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
 from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, LAYOUTS, Call, assert_same, make
@@ -51,6 +53,37 @@ def run(data: bytes) -> bytes:
             guard.check()
         results.append((result, norms))
     return saved(results)
+
+
+def run_together(data: bytes) -> tuple[bytes, int]:
+    """Return the proxes of pickled calls, made together with the settings of the first, and the number of launches."""
+    from loco_ext.triton_kernels import ring_prox
+
+    calls = loaded(data)
+    launches = Launches(ring_prox.prox_kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (calls[0].settings | {"prox_kernel": launches}).items():
+            patch.setattr(ring_prox, name, value)
+        patch.setattr(ring_prox, "_UPLOADS", Uploads())
+        results = ring_prox.ring_proxes([ProxCall(*call.arguments()) for call in calls])
+    return saved(results), launches.number
+
+
+@dataclass
+class Launches:
+    """A kernel that counts its launches."""
+
+    kernel: Any
+    number: int = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.number += 1
+        return self.kernel[grid]
+
+
+def is_on_device(thresholds: Tensor) -> bool:
+    """Return True: the kernel reads thresholds by their address."""
+    return True
 
 
 def far() -> tuple[Tensor, Tensor]:
@@ -165,6 +198,21 @@ def test_rings_may_have_any_taps_and_none(interpreter):
     calls += [make((1, 2, 2, 3), F32, linf=i % 2 == 0, metric=F32, rings=rings) for i, rings in enumerate(ringses)]
     calls.append(make((1, 2, 3), F32, linf=True, squared=True, rings=[1, 1, 4]))
     assert_is_reference(interpreter, *calls, make((1, 2, 3, 1, 2, 2), rings=[*range(6), *range(6)]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"_is_on_device": is_on_device}], ids=["in_table", "on_device"])
+def test_weights_of_a_kind_share_a_launch(interpreter, settings):
+    """They differ in filters, channels, taps, rings, strides and whether each filter has thresholds of its own."""
+    shapes = [(3, 2, 3, 3), (1, 5, 3, 1), (2, 4, 5), (0, 2, 3, 3), (4, 1, 3, 3)]
+    plain = [make(shape, rows=k % 2 == 0) for k, shape in enumerate(shapes)]
+    plain[1] = replace(plain[1], weight=LAYOUTS["channels_slowest"](plain[1].weight))
+    others = [make(shape, BF16, linf, squared=True, metric=F32) for linf in (False, True) for shape in shapes[:2]]
+    double = make((2, 1, 3), F64, metric=F64)
+    calls = [replace(call, settings=settings) for call in (*plain[:2], *others, double, *plain[2:])]
+    results, launches = interpreter.pool.submit(run_together, saved(calls)).result()
+    for call, result in zip(calls, loaded(results), strict=True):
+        assert_same(result, reference.ring_prox(*call.arguments()), call.weight.abs())
+    assert launches == 5  # of two rings, of three, with a metric by both norms, and in float64
 
 
 @pytest.mark.slow
