@@ -43,9 +43,10 @@ from loco_ext.ops import backends
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
-from loco_ext.ops.step_checks import check_lengths, check_step
+from loco_ext.ops.step_checks import check_lengths, check_penalties, check_scalars, check_step
 from loco_ext.reference import optim_step as _reference
 
+WIDE = (torch.float32, torch.float64)
 _FAMILY = "optim_step"
 
 
@@ -254,11 +255,18 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     if not any(penalty is not None for penalty in after) and len(args.penalties) == len(args.params):
         _run_kernels(chosen, args, args)
         return
-    check_step(args)
+    check_lengths(args)
+    penalised = [i for i, penalty in enumerate(after) if penalty is not None]
+    if all(tensors[i].dtype in WIDE for tensors in (args.params, *args.states) for i in penalised):
+        check_penalties(args)
+    else:  # kernels will step wider copies, and check these
+        check_step(args)
     found_inf = args.found_inf
-    if native and found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
-        _run_kernels(chosen, replace(args, penalties=within), args)
-        return
+    if native and found_inf is not None and found_inf.is_cpu:
+        check_scalars(args, args.params[0].device)
+        if found_inf.item() != 0:
+            _run_kernels(chosen, replace(args, penalties=within), args)
+            return
     step_then_shrink(
         replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
     )

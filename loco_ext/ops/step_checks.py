@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ def check_step(args: StepArgs, by_kernels: bool = True) -> None:
     for i, param in enumerate(params):
         if (decay_map := args.map_of(i)) is not None:
             _check_map(f"maps[{args.map_index[i]}]", decay_map, i, tuple(param.shape))
-    _check_penalties(args.penalties, params)
+    check_penalties(args)
     device = params[0].device if by_kernels else None
     for i, count in enumerate(args.steps):
         _check_scalar(f"steps[{i}]", count, device)
@@ -116,15 +115,17 @@ def _check_map(name: str, decay_map: Tensor, index: int, shape: tuple[int, ...])
         )
 
 
-def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None:
-    for i, penalty in enumerate(penalties):
+def check_penalties(args: StepArgs) -> None:
+    """Raise ValueError if a penalty is for kernels of another number of taps than its parameter's."""
+    for i, penalty in enumerate(args.penalties):
         if not isinstance(penalty, StepPenalty):
             continue
-        taps = params[i].shape[2:].numel() if params[i].dim() >= 2 else 0
+        param = args.params[i]
+        taps = param.shape[2:].numel() if param.dim() >= 2 else 0
         if len(penalty.rings) != taps:
             raise ValueError(
                 f"penalties[{i}]: expected a parameter with kernels of {len(penalty.rings)} taps, "
-                f"got shape {tuple(params[i].shape)}"
+                f"got shape {tuple(param.shape)}"
             )
 
 
