@@ -160,10 +160,14 @@ ALL = [(rule, name) for rule, own in (("sgd", SGD), ("adam", ADAM)) for name in 
 
 
 @BOTH
+@pytest.mark.parametrize("shrinks", [False, True])
 @pytest.mark.parametrize(("rule", "name"), ALL)
-def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, backend):
+def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, shrinks, backend):
+    """Shrinks: a prox follows the step, which is then that of other tensors where they are wider."""
     change, error, message = {**COMMON, **SGD, **ADAM}[name]
-    case = make_case(rule, [SHAPE, SHAPE], maps=[LOCO], map_index=[0, 0])
+    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
+    penalties = {"penalties": [penalty] * 2} if shrinks else {}
+    case = make_case(rule, [SHAPE, SHAPE], maps=[LOCO], map_index=[0, 0], **penalties)
     change(case)
     before = dense_copy(case)
     with pytest.raises(error, match=message) as raised:
