@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loco_ext.ops.device_copies import DeviceCopies
+
 MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 
 
@@ -51,6 +53,7 @@ class StepPenalty:
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
         self.joint = joint and squared is not None
+        self._copies = [None if each is None else DeviceCopies(each) for each in (self.thresholds, self.squared)]
         zeros = torch.zeros_like(self.thresholds)
         numbers = torch.tensor([len(self.rings), *self.rings], dtype=torch.float64, device="cpu")
         # The kernels read the penalty from this table: the number of taps, each tap's ring, and each ring's t and q.
@@ -66,15 +69,9 @@ class StepPenalty:
 
         They are on the ``device``, or without one on the CPU, where a step that is a tensor cannot scale them.
         """
-        t, q = _on_device(self.thresholds, device), None if self.squared is None else _on_device(self.squared, device)
+        t, q = (None if copies is None else copies.on(device or torch.device("cpu")) for copies in self._copies)
+        assert t is not None
         return step * t, None if q is None else step**0.5 * q
-
-
-def _on_device(values: Tensor, device: torch.device | None) -> Tensor:
-    """Return a copy of a few numbers on the device; filling needs no wait, as a copy of host memory would."""
-    if device is None or device.type == "cpu":
-        return values
-    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
 @dataclass(frozen=True)
