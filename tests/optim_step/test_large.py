@@ -51,8 +51,8 @@ def aliased(elements: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _last_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the GPU's kernels on the CPU to the last blocks; all elements would take minutes."""
-    monkeypatch.setenv("CUDA_ON_CPU_LAST_BLOCKS", "8")
+    """Limit the GPU's kernels on the CPU to the last blocks: all of a table's upload, but not all elements."""
+    monkeypatch.setenv("CUDA_ON_CPU_LAST_BLOCKS", "32")
 
 
 @pytest.fixture(autouse=True)

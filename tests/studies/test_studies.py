@@ -1,5 +1,6 @@
 """The studies on CIFAR-10, run on a few random images: their summaries and tables; the docs have the committed ones."""
 
+import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -188,11 +189,24 @@ def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
 
 
-def test_ways_that_measure_latencies_while_they_train_are_refused_on_a_gpu(tmp_path, monkeypatch):
+def test_a_network_that_was_shrunk_to_a_latency_is_kept_and_may_be_trained_elsewhere(tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40, TIMED={1: "1 image"})
+    study = budget_cifar10.Study(budget_cifar10.load("cifar10", tmp_path).first(40), tmp_path, "resnet8", 2)
+    narrow = study.network(0, 0.5)
+    monkeypatch.setattr(budget_cifar10, "_as_fast", lambda *arguments: copy.deepcopy(narrow))
+    found = budget_cifar10.as_fast(study, 0, 0.5)
+    assert (tmp_path / "dense-0-1.pt").exists()  # trained where the study runs, before the search on the CPU
+    assert not torch.equal(next(found.parameters()), next(narrow.parameters()))
+    monkeypatch.setattr(budget_cifar10, "_as_fast", None)
+    again = budget_cifar10.as_fast(study, 0, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
+
+
+def test_unknown_ways_are_refused(tmp_path, monkeypatch):
     few_images(monkeypatch, budget_cifar10, 40)
     options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "seeds": 1, "time": False, "out": None}
-    with pytest.raises(typer.BadParameter, match=r"ways: .* on cuda, got \['shrink_to, latency'\]"):
-        budget_cifar10.main(tmp_path, tmp_path / "runs", ways="Budget; shrink_to, latency", device="cuda", **options)
+    with pytest.raises(typer.BadParameter, match=r"ways: .*, got \['shrinking'\]"):
+        budget_cifar10.main(tmp_path, tmp_path / "runs", ways="Budget; shrinking", device="cpu", **options)
 
 
 def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels_by_seed_and_device():
