@@ -256,7 +256,7 @@ def as_fast(study: Study, seed: int, share: float) -> nn.Module:
     Its MACs may be more. Latencies are those of the CPU, wherever the network is trained. The shrunk network is kept:
     one that was found on a quiet machine may be trained on another.
     """
-    path = study.runs / f"fast-{share}-{seed}.pt"
+    path = study.runs / f"fast-{share}-{seed}-{study.cut}.pt"
     if not path.exists():
         study.dense(seed, study.cut)
         with replacing(path) as temporary:

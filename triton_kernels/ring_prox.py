@@ -47,6 +47,7 @@ class _Layer:
     q: Tensor | None
 
 
+@torch.compiler.disable
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """Return the Euclidean norm of each ring of each filter; :func:`loco_ext.ops.ring_norms` checks the arguments."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -57,6 +58,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     return norms
 
 
+@torch.compiler.disable
 def ring_prox(
     weight: Tensor,
     rings: Sequence[int],
@@ -73,6 +75,7 @@ def ring_prox(
     return ring_proxes([ProxCall(weight, rings, thresholds, squared, metric, linf)])[0]
 
 
+@torch.compiler.disable
 def ring_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
     """Return :func:`ring_prox` of each call, all on one device."""
     outs = [torch.empty_like(call.weight) for call in calls]

@@ -26,8 +26,8 @@ from loco_ext.triton_kernels.ring_prox_search import DONE, LAST, narrow, search_
 from loco_ext.triton_kernels.ring_prox_weights import (
     INFINITY,
     fill,
+    filter_of,
     get,
-    kernel_of,
     put,
     ring_sizes,
     ring_squares,
@@ -266,7 +266,7 @@ def _prox_linf(kernel, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def norms_kernel(table, first_row, rows, FORM: tl.constexpr):
     """Compute the Euclidean norm of each ring."""
-    kernel = kernel_of(table, first_row, rows, True, FORM)
+    kernel = filter_of(table, first_row, rows, True, FORM)
     scale, squares = scaled_squares(kernel, FORM)
     ring = tl.arange(0, FORM.padded_rings)
     result = (tl.sqrt(squares) / scale).to(FORM.arithmetic)
@@ -276,7 +276,7 @@ def norms_kernel(table, first_row, rows, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def prox_kernel(table, first_row, rows, FORM: tl.constexpr):
     """Compute the prox of nested groups."""
-    kernel = kernel_of(table, first_row, rows, False, FORM)
+    kernel = filter_of(table, first_row, rows, False, FORM)
     if FORM.linf:
         _prox_linf(kernel, FORM)
     elif FORM.metric is not None:

@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
 
 
 @triton.jit
-def kernel_of(table, first_row, rows, OF_NORMS: tl.constexpr, FORM: tl.constexpr):
+def filter_of(table, first_row, rows, OF_NORMS: tl.constexpr, FORM: tl.constexpr):
     """Return the filter of this program; the launch has the filters of ``rows`` rows of the table.
 
     OF_NORMS: the norms of its rings are written, at the address of ``out``, and it has no thresholds.

@@ -1,5 +1,7 @@
 """Small tensors of the host that computations on other devices read in every step."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ class DeviceCopies:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._kept: dict[tuple[torch.device, int], Tensor] = {}
+
+    def __reduce__(self) -> tuple[type[DeviceCopies], tuple[Tensor]]:
+        return DeviceCopies, (self.tensor,)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the tensor, or its copy on another device, which must not be changed."""

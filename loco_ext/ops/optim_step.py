@@ -45,8 +45,8 @@ from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from loco_ext.ops.step_checks import check_lengths, check_penalties, check_scalars, check_step
 from loco_ext.reference import optim_step as _reference
+from loco_ext.reference.dtypes import compute_dtype
 
-WIDE = (torch.float32, torch.float64)
 _FAMILY = "optim_step"
 
 
@@ -257,12 +257,14 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
         return
     check_lengths(args)
     penalised = [i for i, penalty in enumerate(after) if penalty is not None]
-    if all(tensors[i].dtype in WIDE for tensors in (args.params, *args.states) for i in penalised):
+    if all(
+        _is_stepped_itself(tensors[i], args.params[i]) for tensors in (args.params, *args.states) for i in penalised
+    ):
         check_penalties(args)
-    else:  # kernels will step wider copies, and check these
+    else:  # kernels will step copies, and check these
         check_step(args)
     found_inf = args.found_inf
-    if native and found_inf is not None and found_inf.is_cpu:
+    if native and isinstance(found_inf, Tensor) and found_inf.is_cpu:
         check_scalars(args, args.params[0].device)
         if found_inf.item() != 0:
             _run_kernels(chosen, replace(args, penalties=within), args)
@@ -270,6 +272,11 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     step_then_shrink(
         replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
     )
+
+
+def _is_stepped_itself(tensor: Tensor, param: Tensor) -> bool:
+    """Return whether a step that a prox follows works on a parameter or its state, not on a copy in another dtype."""
+    return isinstance(tensor, Tensor) and isinstance(param, Tensor) and tensor.dtype == compute_dtype(param.dtype)
 
 
 def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:

@@ -26,6 +26,7 @@ class StepPenalty:
         joint: whether the squared sum runs over all filters of the parameter.
 
     Raises:
+        TypeError: thresholds are not float64 on the CPU.
         ValueError: more than 64 groups.
 
     Example:
@@ -46,6 +47,9 @@ class StepPenalty:
         linf: bool = False,
         joint: bool = False,
     ) -> None:
+        for name, values in (("thresholds", thresholds), ("squared", squared)):
+            if values is not None and (values.dtype != torch.float64 or not values.is_cpu):
+                raise TypeError(f"{name}: expected float64 on the CPU, got {values.dtype} on {values.device}")
         if not 1 <= len(thresholds) <= MOST_RINGS:
             raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {len(thresholds)}")
         self.rings = list(rings)

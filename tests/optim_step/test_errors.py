@@ -176,6 +176,40 @@ def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, shrink
     assert_untouched(dense_only(case), before)
 
 
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("shared", ["by two parameters", "by all elements"])
+def test_states_of_another_dtype_are_checked_too_where_a_prox_follows(dtype, other, shared):
+    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
+    params, grads = ([torch.randn(SHAPE, dtype=dtype) for _ in range(2)] for _ in range(2))
+    buffer = torch.zeros(SHAPE, dtype=other) if shared == "by two parameters" else torch.zeros(1, dtype=other)
+    buffers = [buffer, buffer] if shared == "by two parameters" else [buffer.expand(SHAPE), torch.zeros(SHAPE)]
+    before = [param.clone() for param in params]
+    with pytest.raises(ValueError, match="momentum_buffers"):
+        ops.optim_step_sgd(params, grads, buffers, torch.tensor([[0.1, 0, 0.9, 0]]).double(), penalties=[penalty] * 2)
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize(("name", "value"), [("params", None), ("momentum_buffers", None), ("found_inf", 1.0)])
+def test_what_is_no_tensor_is_a_typed_error_where_a_prox_follows(name, value):
+    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
+    given = {each: [torch.randn(SHAPE) for _ in range(2)] for each in ("params", "grads", "momentum_buffers")}
+    before = given["params"][0].clone()
+    if name in given:
+        given[name] = [given[name][0], value]
+    hyper, other = torch.tensor([[0.1, 0, 0.9, 0]]).double(), {} if name in given else {name: value}
+    with pytest.raises(TypeError, match=name):
+        ops.optim_step_sgd(*given.values(), hyper, penalties=[penalty] * 2, **other)
+    assert torch.equal(given["params"][0], before)
+
+
+def test_penalties_of_another_dtype_are_refused():
+    t = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"thresholds: expected float64 on the CPU, got torch.float32 on cpu"):
+        ops.StepPenalty([0, 1, 0], t.float())
+    with pytest.raises(TypeError, match=r"squared: expected float64"):
+        ops.StepPenalty([0, 1, 0], t, t.half())
+
+
 def dense_only(case: Case) -> Case:
     kept = {name: [t for t in ts if not t.is_sparse and t.is_cpu] for name, ts in case.lists.items()}
     return Case(case.rule, kept, case.hyper, case.options)
