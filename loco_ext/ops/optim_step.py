@@ -257,10 +257,8 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
         return
     check_lengths(args)
     penalised = [i for i, penalty in enumerate(after) if penalty is not None]
-    if all(
-        _is_stepped_itself(tensors[i], args.params[i]) for tensors in (args.params, *args.states) for i in penalised
-    ):
-        check_penalties(args)
+    if all(_has_compute_dtype(each[i], args.params[i]) for each in (args.params, *args.states) for i in penalised):
+        check_penalties(args)  # kernels check all else
     else:  # kernels will step copies, and check these
         check_step(args)
     found_inf = args.found_inf
@@ -274,8 +272,8 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     )
 
 
-def _is_stepped_itself(tensor: Tensor, param: Tensor) -> bool:
-    """Return whether a step that a prox follows works on a parameter or its state, not on a copy in another dtype."""
+def _has_compute_dtype(tensor: Tensor, param: Tensor) -> bool:
+    """Return whether a parameter or its state has the dtype that the parameter's step computes in."""
     return isinstance(tensor, Tensor) and isinstance(param, Tensor) and tensor.dtype == compute_dtype(param.dtype)
 
 

@@ -1,11 +1,15 @@
 """Tests of the copies that DeviceCopies keeps, without a device."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from loco_ext.ops import device_copies
 from loco_ext.ops.device_copies import DeviceCopies
+from loco_ext.ops.penalties import StepPenalty
 from loco_ext.penalties.filters import ConvFilters
 
 GPU = torch.device("cuda", 0)
@@ -39,6 +43,15 @@ def test_each_stream_has_one_copy(made, monkeypatch):
     assert torch.equal(first, copies.tensor)
     monkeypatch.setattr(device_copies, "current_stream", lambda device: 8)
     assert copies.on(GPU) is made[1]
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda penalty: pickle.loads(pickle.dumps(penalty))])
+def test_penalties_that_are_copied_or_pickled_leave_their_copies_behind(made, copied):
+    penalty = StepPenalty([0, 1, 0], torch.tensor([0.5, 0.25], dtype=torch.float64))
+    before, _ = penalty.scaled(2.0, GPU)
+    after, _ = copied(penalty).scaled(2.0, GPU)
+    assert torch.equal(before, after)
     assert len(made) == 2
 
 
