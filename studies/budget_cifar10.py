@@ -217,20 +217,28 @@ def _convolutions(network: nn.Module) -> list[nn.Conv2d]:
 
 def gradually(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     """Train the network with a budget that falls until the cut."""
-    return _shrinking(study, study.network(seed), seed, share, **options)
+    return _shrinking(study, study.network(seed), seed, macs=share, **options)
 
 
 def from_larger_kernels(study: Study, seed: int, share: float) -> nn.Module:
     """Train a network of 5x5 kernels whose rings go until it has the share of the MACs of that of 3x3 kernels."""
     network = study.network(seed, kernel_size=5)
-    return _shrinking(study, network, seed, share * study.whole / study.macs(network), granularity="rings")
+    return _shrinking(study, network, seed, macs=share * study.whole / study.macs(network), granularity="rings")
 
 
-def _shrinking(study: Study, network: nn.Module, seed: int, share: float, **options: Any) -> nn.Module:
-    options = {"granularity": "filters"} | options
-    training = replace(study.training(seed), macs=share, **options)
+def gradually_as_fast(study: Study, seed: int, share: float) -> nn.Module:
+    """Train the network with a budget that falls until the cut, to the latency of that of :func:`width`, on the CPU."""
+    if study.device != CPU:
+        raise ValueError(f"device: expected the CPU, whose latency is the budget, got {study.device}")
+    network = study.network(seed)
+    latency = study.latency_budget(_narrower(study, seed, share), network)
+    return _shrinking(study, network, seed, latency=latency, samples=max(TIMED))
+
+
+def _shrinking(study: Study, network: nn.Module, seed: int, samples: int = 1, **options: Any) -> nn.Module:
+    training = replace(study.training(seed), **{"granularity": "filters"} | options)
     optimizer = make_optimizer(training, network)
-    budget = make_budget(training, network, optimizer, study.dataset, Processes(study.device))
+    budget = make_budget(training, network, optimizer, study.dataset, Processes(study.device), samples)
     return study.fit(network, seed, optimizer=optimizer, budget=budget)
 
 
@@ -348,6 +356,7 @@ WAYS = {
     "shrink_to, latency": Way(as_fast),
     "Budget": Way(gradually),
     "Budget, by fours": Way(partial(gradually, round_to=4)),
+    "Budget, latency": Way(gradually_as_fast),
     "Budget, penalty": Way(partial(gradually, method="penalty")),
     "Budget, rings": Way(partial(gradually, granularity="rings")),
     tables.PEER: Way(torch_pruning),

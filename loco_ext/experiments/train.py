@@ -115,9 +115,17 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
 
 
 def make_budget(
-    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset, processes: Processes
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Dataset,
+    processes: Processes,
+    samples: int = 1,
 ) -> Budget | None:
     """Return the budget that makes the network smaller while it trains, or None if there is none.
+
+    Args:
+        samples: number of samples in the batch whose latency counts.
 
     Raises:
         SettingsError: the model cannot be made as small, or has no layer of ``round_to`` channels.
@@ -129,7 +137,7 @@ def make_budget(
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "granularity", "round_to")}
-    options |= {chosen[0]: chosen[1], "example_inputs": data.blank(processes.device)}
+    options |= {chosen[0]: chosen[1], "example_inputs": data.blank(processes.device, samples)}
     try:
         return Budget(model, optimizer, begin=begin, end=end + 1, **options)
     except ValueError as error:
