@@ -74,12 +74,6 @@ def budget_of(settings: Any) -> tuple[str, float] | None:
     return given[0] if given else None
 
 
-def set_rounding(settings: Any) -> None:
-    """Set ``round_to`` to 1 if it is None, except for a latency, for which several are tried."""
-    if settings.round_to is None and settings.latency is None:
-        object.__setattr__(settings, "round_to", 1)
-
-
 def check_temperature(settings: Any) -> None:
     """Raise SettingsError unless the temperature is a positive number, the default one without distillation."""
     temperature = settings.temperature
@@ -257,15 +251,14 @@ class Settings:
         Option(help="What --macs, --parameters or --latency removes: whole filters, or also rings of their taps."),
     ] = "rings"
     round_to: Annotated[
-        int | None,
+        int,
         Option(
             min=1,
             max=MOST,
-            show_default="1, or what serves --latency best",
             help="With --macs, --parameters or --latency, make all numbers of channels multiples of this number; 8 "
             "suits fast kernels.",
         ),
-    ] = None
+    ] = 1
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
         Option(
@@ -303,7 +296,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        set_rounding(self)
         if not is_own(self.model):
             check_choice("model", self.model, MODELS)
         check_choice("data", self.data, DATA)
@@ -464,7 +456,7 @@ def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, pat
     # A run of an earlier version lacks the settings that came later, and had their defaults; it recorded whether the
     # penalty was folded also where that was not chosen.
     before = {field.name: field.default for field in kept} | dict(recorded)
-    if before["round_to"] is None and before["latency"] is None:
+    if before["round_to"] is None:
         before["round_to"] = 1
     if settings.folded is None and before["folded"] == settings.penalises_folded:
         before["folded"] = None

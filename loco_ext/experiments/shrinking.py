@@ -32,7 +32,6 @@ from loco_ext.experiments.settings import (
     check_fields,
     check_temperature,
     from_preset,
-    set_rounding,
 )
 from loco_ext.experiments.train import check_rounding, measure_accuracies
 from loco_ext.folders import check_results, owned
@@ -85,14 +84,9 @@ class Shrinking:
         Literal["rings", "filters"], Option(help="What is removed: whole filters, or also rings of their taps.")
     ] = "rings"
     round_to: Annotated[
-        int | None,
-        Option(
-            min=1,
-            max=MOST,
-            show_default="1, or what serves --latency best",
-            help="Make all numbers of channels multiples of this number; 8 suits fast kernels.",
-        ),
-    ] = None
+        int,
+        Option(min=1, max=MOST, help="Make all numbers of channels multiples of this number; 8 suits fast kernels."),
+    ] = 1
     importance: Annotated[
         Literal["taylor", "norm"],
         Option(
@@ -127,7 +121,6 @@ class Shrinking:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        set_rounding(self)
         check_temperature(self)
         rate = self.learning_rate
         if rate is not None and not (math.isfinite(rate) and rate >= 0):

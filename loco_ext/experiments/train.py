@@ -144,10 +144,10 @@ def make_budget(
         raise SettingsError(str(error)) from error
 
 
-def check_rounding(round_to: int | None, model: nn.Module) -> None:
+def check_rounding(round_to: int, model: nn.Module) -> None:
     """Raise SettingsError if no layer has as many channels, so that all numbers of channels would stay."""
     widest = max((weight.shape[0] for weight in model.parameters() if weight.dim() > 1), default=1)
-    if round_to is not None and round_to > widest:
+    if round_to > widest:
         raise SettingsError(f"round_to: expected at most {widest}, the channels of the widest layer, got {round_to}")
 
 

@@ -4,11 +4,11 @@ Minimise, over the size of every filter,
 
     sum over the filters of the importance lost  +  price * cost,
 
-where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs
-its taps in all layers that read it, and channels that are kept or removed together are one class: all filters that
-write it stay or go with it. Given all other layers, each class of a layer decides by itself, and exactly; layers take
-turns while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole
-would lose more than its share.
+where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``, or the time that
+it was measured to take. A channel costs its taps in all layers that read it, and channels that are kept or removed
+together are one class: all filters that write it stay or go with it. Given all other layers, the classes of a layer
+decide exactly; layers take turns while the price rises slowly from 0, since a layer that decides at a high price while
+all others are still whole would lose more than its share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loco_ext.sparsity.budget.layer_time import LayerTime, LayerTimes
 from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
 
@@ -44,6 +45,7 @@ class LayerChoices:
         writes: class of each filter's channel, ``[C_out]``.
         reads: class of each input channel, ``[C_in]``; None if each filter reads only its own channel.
         least: number of filters that stay at least.
+        time: what the layer costs instead, for numbers of input channels and of whole filters.
     """
 
     unit: float
@@ -52,6 +54,7 @@ class LayerChoices:
     writes: Integers
     reads: Integers | None
     least: int = 0
+    time: LayerTime | None = None
 
     @property
     def gone(self) -> int:
@@ -78,8 +81,13 @@ class SizeProblem:
         count = len(fixed)
         reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
         self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
+        self._all = np.arange(len(layers))
         self._alone = np.asarray([layer.reads is None for layer in layers])
         self._units = np.asarray([layer.unit for layer in layers])
+        self._whole = np.asarray([layer.taps[0] for layer in layers])
+        self._widths = self._inputs(np.ones(count, bool))
+        times = [layer.time for layer in layers if layer.time is not None]
+        self._times = LayerTimes(times) if times else None
         self._blocks = _blocks_that_share_classes(layers, count)
         # By the first layer of a block: the classes that its layers write, and what is lost with each.
         self._written = {
@@ -103,8 +111,8 @@ class SizeProblem:
     def cost(self, sizes: Sizes) -> float:
         """Return the exact cost of these sizes."""
         stays = self.stays(sizes)
-        taps = self._units @ (self._inputs(stays) * self._taps(sizes))
-        return float(taps + self.class_costs[stays].sum()) + self.rest
+        in_layers = self._costs(self._all, self._inputs(stays), *self._totals(sizes)).sum()
+        return float(in_layers + self.class_costs[stays].sum()) + self.rest
 
     def share(self, sizes: Sizes) -> float:
         """Return the cost of these sizes as a share of that of whole filters."""
@@ -117,9 +125,10 @@ class SizeProblem:
         """
         whole = self.whole()
         inputs, writers = self._inputs(self.stays(whole)), sum(self._writers(layer) for layer in self.layers)
-        reading = self._prices_of_classes(self._taps(whole)) / np.maximum(writers, 1)
-        own = zip(self.layers, inputs, strict=True)
-        return [float(layer.unit * count * layer.taps[0] + reading[layer.writes].mean()) for layer, count in own]
+        filters, taps = self._totals(whole)
+        reading = self._prices_of_classes(filters, taps) / np.maximum(writers, 1)
+        own = self._costs(self._all, inputs, filters, taps) / filters
+        return [float(cost + reading[layer.writes].mean()) for layer, cost in zip(self.layers, own, strict=True)]
 
     def lost(self, sizes: Sizes) -> float:
         """Return the importance that is lost with these sizes."""
@@ -129,10 +138,10 @@ class SizeProblem:
     def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS) -> Sizes:
         """Return sizes that are at least as good at this price; layers take turns until none changes."""
         sizes = [chosen.copy() for chosen in sizes]
-        stays, taps = self.stays(sizes), self._taps(sizes)
+        stays, totals = self.stays(sizes), self._totals(sizes)
         for _ in range(most_rounds):
             # any() gets a list, because every block has to decide even after one has changed.
-            if not any([self._decide(block, sizes, stays, taps, price) for block in self._blocks]):
+            if not any([self._decide(block, sizes, stays, totals, price) for block in self._blocks]):
                 break
         return sizes
 
@@ -182,10 +191,11 @@ class SizeProblem:
 
     def _prices(self) -> tuple[float, float]:
         """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
-        whole, finite = self.cost(self.whole()), [layer.lost[np.isfinite(layer.lost)] for layer in self.layers]
+        whole, finite = self.whole(), [layer.lost[np.isfinite(layer.lost)] for layer in self.layers]
         total = float(sum(each.sum() for each in finite)) or 1.0
-        least = min(layer.unit for layer in self.layers)
-        return _FIRST_PRICE * total / whole, _RISE * total / least
+        inputs = np.maximum(self._inputs(self.stays(whole)), 1.0)
+        least = float((self._costs(self._all, inputs, self._totals(whole)[0], 1.0) / inputs).min())
+        return _FIRST_PRICE * total / self.cost(whole), _RISE * total / least
 
     def _summed(self, layer: LayerChoices, values: Floats) -> Floats:
         """Return the sums of the values of a layer's filters over each class."""
@@ -199,60 +209,108 @@ class SizeProblem:
         """Return the number of input channels that are left to a filter of each layer."""
         return np.where(self._alone, 1.0, self._reads @ stays)
 
-    def _taps(self, sizes: Sizes) -> Floats:
-        """Return the number of taps of each layer's filters."""
-        pairs = zip(self.layers, sizes, strict=True)
-        return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
+    def _totals(self, sizes: Sizes) -> Floats:
+        """Return the numbers of each layer's filters that stay and of their taps, ``[2, layers]``."""
+        pairs = list(zip(self.layers, sizes, strict=True))
+        filters = [(chosen != layer.gone).sum() for layer, chosen in pairs]
+        return np.asarray([filters, [layer.taps[chosen].sum() for layer, chosen in pairs]], np.float64)
 
-    def _prices_of_classes(self, taps: Floats) -> Floats:
-        """Return the cost of each class beside its filters' taps: its own, and that of the taps that read it."""
-        return self.class_costs + (self._units * taps) @ self._reads
+    def _costs(self, layers: Integers, inputs: Floats, filters: Floats, taps: Floats | float) -> Floats:
+        """Return what layers, given by index, cost with numbers of input channels, filters, and taps of all filters.
 
-    def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, taps: Floats, price: float) -> bool:
+        Filters without rings take time in proportion to their taps.
+        """
+        if self._times is None:
+            return self._units[layers] * inputs * taps
+        return self._times(layers, inputs, filters) * taps / (self._whole[layers] * np.maximum(filters, 1.0))
+
+    def _prices_of_classes(self, filters: Floats, taps: Floats) -> Floats:
+        """Return the mean cost of each class beside its filters' taps: its own, and that of the taps that read it."""
+        if self._times is None:
+            reading = self._units * taps
+        else:
+            with_and_without = (self._costs(self._all, n * self._widths, filters, taps) for n in (1.0, 0.0))
+            reading = np.subtract(*with_and_without) / np.maximum(self._widths, 1.0)
+        return self.class_costs + reading @ self._reads
+
+    def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, totals: Floats, price: float) -> bool:
         """Choose the sizes of layers that share classes, all others being given, and return whether any has changed.
 
         Args:
-            sizes, stays, taps: sizes, and what follows from them; those of the block are replaced.
+            sizes, stays, totals: sizes, and what follows from them; those of the block are replaced.
         """
-        keep, before = price * self._prices_of_classes(taps), [sizes[i] for i in block]
-        best, inputs = {}, self._inputs(stays)
+        keep, before = price * self._prices_of_classes(*totals), [sizes[i] for i in block]
+        best, lost = {}, np.zeros(len(self.fixed))
+        rates = self._costs(self._all, self._inputs(stays), np.maximum(totals[0], 1.0), 1.0)
         for i in block:
             layer = self.layers[i]
-            values = layer.lost + price * layer.unit * inputs[i] * layer.taps
+            values = layer.lost + price * rates[i] * layer.taps
             best[i] = values[:, :-1].argmin(1)
-            keep += self._summed(layer, values[np.arange(len(best[i])), best[i]])
-        kept = self._chosen(block, self._gone[block[0]] - keep)
+            place = np.arange(len(best[i])), best[i]
+            keep += self._summed(layer, values[place])
+            lost += self._summed(layer, layer.lost[place])
+        gone = self._gone[block[0]]
+        order, forced = self._order(block, gone - keep)
+        gone = np.where(np.isfinite(gone), gone, 0.0)  # those that must stay are before all that may go
+        if self._times is not None:
+            worse = self._worse(block, order, best, lost - gone, stays, totals, price)
+        else:
+            worse = _sums(keep[order] - gone[order])
+        counts = np.arange(len(order) + 1)
+        allowed = (counts >= forced) & ((counts % self.round_to == 0) | (counts == len(order)))
+        count = counts[allowed][worse[allowed].argmin()]
+        stays[order[:count]], stays[order[count:]] = True, False
         for i in block:
             layer = self.layers[i]
-            stays[layer.writes] = kept[layer.writes]
-            sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
-            taps[i] = layer.taps[sizes[i]].sum()
+            sizes[i] = np.where(stays[layer.writes], best[i], layer.gone)
+            totals[:, i] = (sizes[i] != layer.gone).sum(), layer.taps[sizes[i]].sum()
         return not all(map(np.array_equal, before, (sizes[i] for i in block)))
 
-    def _chosen(self, block: list[int], gains: Floats) -> Booleans:
-        """Return which classes of layers that share classes stay, given what each gains if it does."""
-        kept = self.fixed | (gains > 0)
+    def _order(self, block: list[int], gains: Floats) -> tuple[Integers, int]:
+        """Return the classes that a block writes, those that gain the most if they stay first, and how many must stay.
+
+        Those that must stay are before all others: fixed ones, and the best of each layer that keeps so many filters.
+        """
+        forced = self.fixed | np.isinf(gains)
         for layer in (self.layers[i] for i in block):
-            missing = layer.least - int(kept[layer.writes].sum())
+            missing = layer.least - int(forced[layer.writes].sum())
             if missing > 0:
-                gone = np.unique(layer.writes[~kept[layer.writes]])
-                kept[gone[np.argsort(-gains[gone], kind="stable")[:missing]]] = True
-        if self.round_to == 1:
-            return kept
+                free = np.unique(layer.writes[~forced[layer.writes]])
+                forced[free[np.argsort(-gains[free], kind="stable")[:missing]]] = True
         written = self._written[block[0]]
-        count = int(kept[written].sum())
-        if above := count % self.round_to:
-            spare = written[(kept & ~self.fixed & (gains > 0))[written]]
-            spare = spare[np.argsort(gains[spare], kind="stable")[:above]]
-            others = written[~kept[written]]
-            others = others[np.argsort(-gains[others], kind="stable")[: self.round_to - above]]
-            least = max(self.layers[i].least for i in block)
-            possible = len(spare) == above and count - above >= least
-            if possible and gains[spare].sum() <= -gains[others].sum():
-                kept[spare] = False
-            else:
-                kept[others] = True
-        return kept
+        order = written[np.lexsort((-gains[written], ~forced[written]))]
+        return order, int(forced[written].sum())
+
+    def _worse(
+        self,
+        block: list[int],
+        order: Integers,
+        best: dict[int, Integers],
+        lost: Floats,
+        stays: Booleans,
+        totals: Floats,
+        price: float,
+    ) -> Floats:
+        """Return the objective of keeping the first so many classes of an order, ``[classes + 1]``, but for a constant.
+
+        Args:
+            block: layers that write the classes.
+            best: choices of the layers' filters that stay.
+            lost: importance lost with each class that stays, less that which is lost if it goes.
+            stays, totals: what follows from the sizes of all layers.
+        """
+        outside = stays.copy()
+        outside[order] = False
+        layers = np.union1d(block, np.flatnonzero(self._reads[:, order].any(1)))
+        inputs, (filters, taps) = self._inputs(outside)[layers, None], totals[:, layers, None]
+        filters, taps = (np.repeat(each, len(order) + 1, 1) for each in (filters, taps))
+        for place in np.flatnonzero(np.isin(layers, block)):
+            layer, chosen = self.layers[layers[place]], best[layers[place]]
+            filters[place] = _sums(self._summed(layer, np.ones(len(chosen)))[order])
+            taps[place] = _sums(self._summed(layer, layer.taps[chosen].astype(np.float64))[order])
+        costs = self._costs(layers[:, None], inputs + _sums(self._reads[layers][:, order]), filters, taps).sum(0)
+        costs += _sums(self.class_costs[order])
+        return _sums(lost[order]) + price * costs
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
@@ -325,24 +383,23 @@ class SizeProblem:
 
     def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
         """Return the possible additions: rings of filters that are not removed, and channels."""
-        stays, inputs = self.stays(sizes), self._inputs(self.stays(sizes))
+        stays, rates = self.stays(sizes), self._rates(sizes)
         found: list[Addition] = []
         for i, layer in enumerate(self.layers):
             for j, now in enumerate(sizes[i].tolist()):
-                won, spent = self._won_and_spent(layer, inputs[i], j, now)
+                won, spent = self._won_and_spent(layer, rates[i], now, j)
                 if now > 0 and stays[layer.writes[j]] and np.isfinite(won).all():
                     found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
         return found + [addition for additions in self._more_channels(sizes, price) for addition in additions]
 
     def _more_channels(self, sizes: Sizes, price: float) -> list[list[Addition]]:
         """Return, for each block of layers, additions of ``round_to`` classes each, the most important first."""
-        stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
-        inputs = self._inputs(stays)
+        stays, reading, rates = self.stays(sizes), self._prices_of_classes(*self._totals(sizes)), self._rates(sizes)
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
         whole: dict[int, list[Addition]] = {}
         for i, layer in enumerate(self.layers):
             for j in np.flatnonzero(~stays[layer.writes]).tolist():
-                won, spent = self._won_and_spent(layer, inputs[i], j, layer.gone)
+                won, spent = self._won_and_spent(layer, rates[i], sizes[i][j], j)
                 if np.isfinite(won).all():
                     classes.setdefault(int(layer.writes[j]), []).append((won, spent, (i, j)))
         for one, parts in classes.items():
@@ -356,11 +413,20 @@ class SizeProblem:
         missing = [[whole[one] for one in self._written[block[0]] if one in whole] for block in self._blocks]
         return [_several(each, self.round_to) for each in missing]
 
+    def _rates(self, sizes: Sizes) -> Floats:
+        """Return what a tap of each layer's filters costs, for one input channel at least."""
+        inputs, filters = self._inputs(self.stays(sizes)), self._totals(sizes)[0]
+        return self._costs(self._all, np.maximum(inputs, 1.0), np.maximum(filters, 1.0), 1.0)
+
     @staticmethod
-    def _won_and_spent(layer: LayerChoices, inputs: float, j: int, now: int) -> tuple[Floats, Floats]:
+    def _won_and_spent(layer: LayerChoices, rate: float, now: int, j: int) -> tuple[Floats, Floats]:
         """Return the importance that a filter wins by each choice before its present one, and what it then costs."""
-        rate = layer.unit * max(inputs, 1.0)
         return layer.lost[j, now] - layer.lost[j, :now], rate * (layer.taps[:now] - layer.taps[now])
+
+
+def _sums(values: Floats) -> Floats:
+    """Return the sums of the first values of each row, of none to all."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, -1)], -1)
 
 
 def _changed(sizes: Sizes, changes: list[Change]) -> Sizes:

@@ -12,16 +12,9 @@ from torch import Tensor, distributed, nn
 from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
+from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import (
-    BudgetSearch,
-    Found,
-    best,
-    bounds,
-    check_budget,
-    ranked,
-    roundings_of,
-)
+from loco_ext.sparsity.budget.shrink import BudgetSearch, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
@@ -57,8 +50,7 @@ class Budget:
             :attr:`Report.macs_executed` and ``parameters_after``; or of its latency on the example in eval mode. At
             ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes until it
             does; zeros that training, not the budget, has made count, as they may become others again. For a latency,
-            MACs are counted meanwhile, and compacted networks are timed, which takes some seconds each: five at the
-            beginning, two with ``round_to``, and several at ``end``.
+            layers are timed at the beginning, and two compacted networks; several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -68,9 +60,7 @@ class Budget:
             their costs, shrinks them in each step by its prox; its strength is turned until the filters that it has
             made zero save what they should at that time. At ``end``, sizes are chosen as above. It is slower, and its
             networks were worse in our study.
-        kind, granularity, least, skip: as for :func:`shrink_to`.
-        round_to: as for :func:`shrink_to`. For a latency, the number is chosen at the beginning, by the norms of the
-            weights; others are tried at ``end`` if it cannot meet the latency.
+        kind, granularity, least, skip, round_to: as for :func:`shrink_to`.
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
@@ -115,7 +105,7 @@ class Budget:
         granularity: str = "rings",
         least: int | Mapping[str, int] = 1,
         skip: Collection[str] = (),
-        round_to: int | None = None,
+        round_to: int = 1,
     ) -> None:
         self.cost, self.share = check_budget(macs=macs, parameters=parameters, latency=latency)
         inputs = check_inputs(model, example_inputs)
@@ -126,15 +116,16 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least, self._roundings = bounds(self._structure, least), roundings_of(self.cost, round_to)
+        self._least, self._round_to = bounds(self._structure, least), check_count("round_to", round_to, 1)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
-        self._round_to = self._roundings[0]
+        self._times: list[LayerTime] | None = None
         if self.cost == "latency":
-            self._round_to, self._target = _by_the_first_process(self._start)
+            self._times = _by_the_first_process(self._structure.times)
+            self._target = _by_the_first_process(self._start)
         else:
             self._search().search(near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -203,7 +194,7 @@ class Budget:
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
         self.begin, self.end = self._span(state)
-        self._round_to = state.get("round_to", self._roundings[0])
+        self._round_to = state.get("round_to", self._round_to)
         self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
@@ -266,7 +257,7 @@ class Budget:
         """Keep filters at these sizes from now on; None leaves them whole."""
         self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
-    def _problem(self, round_to: int | None = None) -> SizeProblem:
+    def _problem(self) -> SizeProblem:
         """Return the problem of choosing sizes with the importance known by now."""
         if self.importance == "norm" or self.steps == 0:
             lost = by_norm(self._structure)
@@ -277,8 +268,7 @@ class Budget:
             )
         else:
             lost = self._taylor.lost()
-        counted = "parameters" if self.cost == "parameters" else "macs"
-        return self._structure.problem(counted, lost, self._least, round_to or self._round_to)
+        return self._structure.problem(self.cost, lost, self._least, self._round_to, self._times)
 
     def _due(self) -> Sizes | None:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted.
@@ -286,36 +276,20 @@ class Budget:
         All filters stay whole as long as no gradients have been finite, as in GradScaler's first steps.
         """
         if self.steps == self.end:
-            return self._found().sizes
+            return self._search().search(self._target).sizes
         if self.importance == "taylor" and self._taylor.has_overflowed():
             return None
         problem = self._problem()
         return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
-    def _start(self) -> tuple[int, float]:
-        """Return the rounding with which the least importance should be lost for the latency, and the count, a share.
-
-        Raises:
-            ValueError: the latency is below that of the cheapest network.
-        """
-        searches = [self._search(each) for each in self._roundings]
-        searches[0].check()
-        if len(searches) == 1:
-            return self._round_to, searches[0].guess()
-        search, target = ranked(searches)[0]
-        return search.problem.round_to, target
-
-    def _found(self) -> Found:
-        """Return what meets the budget at the end, if possible with the rounding of the beginning.
-
-        Raises:
-            ValueError: nothing does.
-        """
-        others = [each for each in self._roundings if each != self._round_to]
-        return best(((self._search(each), self._target) for each in (self._round_to, *others)), most=1)
+    def _start(self) -> float:
+        """Return the count that should meet the latency, a share; raise ValueError if the cheapest network does not."""
+        search = self._search()
+        search.check()
+        return search.guess()
 
     @torch.no_grad()
-    def _search(self, round_to: int | None = None) -> BudgetSearch:
+    def _search(self) -> BudgetSearch:
         """Return the search for the share of what is counted with which the compacted network meets the budget.
 
         Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
@@ -323,7 +297,7 @@ class Budget:
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         for parameter in model.parameters():
             parameter.masked_fill_(parameter == 0, _ANY)
-        return BudgetSearch(model.eval(), self._inputs, structure, self._problem(round_to), self.cost, self.share)
+        return BudgetSearch(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 
 
 def _arrays(sizes: Sequence[Tensor]) -> Sizes:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, compacted, copied, take_modes, unwrapped
 
-ROUNDINGS = 1, 4, 8, 16  # numbers of channels that kernels compute together
 _MOST_TRIES = 12
 _ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
@@ -42,7 +40,7 @@ def shrink_to(
     granularity: str = "rings",
     least: int | Mapping[str, int] = 1,
     skip: Collection[str] = (),
-    round_to: int | None = None,
+    round_to: int = 1,
 ) -> tuple[nn.Module, Report]:
     """Return a smaller network of the given cost that keeps what is most important of a trained model.
 
@@ -60,8 +58,9 @@ def shrink_to(
             the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
             of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
-            pass on the example on this machine after :func:`compact`, over the model's; smaller numbers of MACs are
-            tried until it is met.
+            pass on the example on this machine after :func:`compact`, over the model's. For it, the layers are timed at
+            several numbers of channels, the sum of their times takes the place of the MACs, and whole networks are
+            timed until one meets the budget.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``, for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
@@ -74,10 +73,8 @@ def shrink_to(
             either case, and those of other convolutions with groups all stay.
         least: number of filters that each layer keeps at least, or such numbers by the module's name (else 1).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
-        round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU work on 8 or 16
-            channels together, and those on tensor cores on 8: others take as long as the next multiple. By default 1;
-            for a latency, a network of each of 1, 4, 8 and 16 is timed, and of the two numbers with which the least
-            importance should be lost, the one is taken with which less is lost.
+        round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU
+            work on 8 or 16 channels together, and those on tensor cores on 8: others take as long as the next multiple.
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it where
@@ -107,12 +104,11 @@ def shrink_to(
     inputs = check_inputs(model, example_inputs)
     dense = copied(unwrapped(model)).eval()
     structure = structure_of(dense, inputs, kind, granularity, skip)
-    roundings = roundings_of(cost, round_to)
-    counted, kept = "parameters" if cost == "parameters" else "macs", bounds(structure, least)
+    rounded, kept = check_count("round_to", round_to, 1), bounds(structure, least)
     run = dense if len(inputs) == 1 else lambda given: dense(*given)
     lost = _lost(structure, run, importance, batches, loss)
-    problems = [structure.problem(counted, lost, kept, each) for each in roundings]
-    found = best(ranked([BudgetSearch(dense, inputs, structure, problem, cost, share) for problem in problems]))
+    problem = structure.problem(cost, lost, kept, rounded, structure.times() if cost == "latency" else None)
+    found = BudgetSearch(dense, inputs, structure, problem, cost, share).search()
     network, report = found.network, found.report
     if cost == "latency":
         network, _ = compacted(network, inputs, fold_norms=False, may_stay=False)
@@ -130,13 +126,6 @@ def check_budget(**budgets: float | None) -> tuple[str, float]:
     if not 0 < share <= 1:
         raise ValueError(f"{name}: expected a share of the model's own, in (0, 1], got {value!r}")
     return name, share
-
-
-def roundings_of(cost: str, round_to: int | None) -> tuple[int, ...]:
-    """Return the candidates for the number that counts of channels are rounded to."""
-    if round_to is None:
-        return ROUNDINGS if cost == "latency" else (1,)
-    return (check_count("round_to", round_to, 1),)
 
 
 def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
@@ -296,36 +285,3 @@ class BudgetSearch:
         if not report.latency_before or report.latency_after is None:
             raise ValueError("latency: expected a model of which a smaller one can be timed, got none")
         return report.latency_after / report.latency_before
-
-
-def ranked(searches: Sequence[BudgetSearch]) -> list[tuple[BudgetSearch, float]]:
-    """Return searches and the counts to try first, as shares, in the order of the importance that should be lost."""
-    if len(searches) == 1:
-        return [(searches[0], searches[0].share)]
-    guesses = [search.guess() for search in searches]
-    lost = [search.problem.lost(search.sizes(guess)) for search, guess in zip(searches, guesses, strict=True)]
-    return [(searches[i], guesses[i]) for i in np.argsort(lost, kind="stable")]
-
-
-def best(searches: Iterable[tuple[BudgetSearch, float]], most: int = 2) -> Found:
-    """Return what loses the least importance of all that the first searches find.
-
-    Args:
-        searches: with the counts to try first, as shares.
-        most: number of searches that find something after which no further one is made.
-
-    Raises:
-        UnreachableError: none finds anything; the error is that of the finest rounding.
-    """
-    found: list[Found] = []
-    failed: list[tuple[int, UnreachableError]] = []
-    for search, target in searches:
-        try:
-            found.append(search.search(target))
-        except UnreachableError as error:
-            failed.append((search.problem.round_to, error))
-        if len(found) == most:
-            break
-    if not found:
-        raise min(failed, key=lambda each: each[0])[1]
-    return min(found, key=lambda one: one.problem.lost(one.sizes))

@@ -18,6 +18,7 @@ from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, LayerChoices, SizeProblem, Sizes
+from loco_ext.sparsity.budget.layer_time import LayerTime, time_layer
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
@@ -44,6 +45,7 @@ class PrunableLayer:
         reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
             are depthwise, go with the filter that reads them.
         kept: whether every filter stays whole.
+        input: shape, dtype, device and memory format of the layer's input on the example.
     """
 
     name: str
@@ -54,6 +56,7 @@ class PrunableLayer:
     writes: Integers
     reads: Integers | None
     kept: bool
+    input: Mapping[str, Any]
 
     @property
     def taps(self) -> Integers:
@@ -79,33 +82,43 @@ class Structure:
     others: int
     macs_elsewhere: float
 
+    def times(self) -> list[LayerTime]:
+        """Return the times of the layers at smaller numbers of channels."""
+        return [time_layer(layer.module, layer.input) for layer in self.layers]
+
     def problem(
-        self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int], round_to: int = 1
+        self,
+        cost: str,
+        lost: Mapping[str, Tensor],
+        least: Mapping[str, int],
+        round_to: int = 1,
+        times: Sequence[LayerTime | None] | None = None,
     ) -> SizeProblem:
         """Return the problem of choosing sizes.
 
         Args:
-            cost: "macs" or "parameters".
+            cost: "macs", "parameters" or "latency", the sum of ``times``.
             lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
             least: number of filters that stay, by the layer's name.
             round_to: see :class:`SizeProblem`.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         fixed = self.fixed | self._read_in_parts(lost)
-        for layer in self.layers:
+        for layer, time in zip(self.layers, times or [None] * len(self.layers), strict=True):
             weight, table = layer.module.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
             if layer.kept:
                 table[:, 1:] = np.inf
             table[fixed[layer.writes], -1] = np.inf
             unit = layer.pixels if cost == "macs" else 1
             width = weight.shape[1] if layer.reads is None else 1
-            layers.append(LayerChoices(unit * width, layer.taps, table, layer.writes, layer.reads, least[layer.name]))
+            reads = layer.writes, layer.reads
+            layers.append(LayerChoices(unit * width, layer.taps, table, *reads, least[layer.name], time))
             if cost == "parameters" and layer.module.bias is not None:
                 np.add.at(of_classes, layer.writes, 1.0)
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        rest = self.others if cost == "parameters" else self.macs_elsewhere
+        rest = {"macs": self.macs_elsewhere, "parameters": self.others}.get(cost, 0.0)
         return SizeProblem(layers, fixed, of_classes, rest, round_to)
 
     def _read_in_parts(self, lost: Mapping[str, Tensor]) -> Booleans:
@@ -267,7 +280,8 @@ def structure_of(
             # A convolution with groups runs at the size of its largest filter: smaller ones save nothing.
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped else granularity)
             pixels = float(pixels_of(node, len(module.weight), samples))
-            layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
+            read = {name: source.meta[name] for name in ("shape", "dtype", "device", "channels_last")}
+            layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept, read))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from loco_ext.fx.modules import paddings
@@ -35,6 +36,7 @@ _EACH = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
 _MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
 A_GLANCE, A_LOOK = 0.6, 2.0  # seconds spent on comparing networks
+_EACH_WAY = 0.02  # seconds spent on timing a way
 _MARGIN = 0.97  # several convolutions must take at most this part of the time of one
 
 
@@ -97,6 +99,18 @@ def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budge
     return [statistics.median(values) for values in _samples(calls, device, budget)]
 
 
+def seconds_of(convolution: Convolution, kind: Mapping[str, Any]) -> float:
+    """Return the seconds that a convolution takes on inputs like the example's, the least of several timings."""
+    return _times(convolution, [as_it_is(convolution, kind, free=True)], kind, free=True)[0]
+
+
+def seconds_of_linear(weight: Tensor, bias: Tensor | None, kind: Mapping[str, Any]) -> float:
+    """Return the seconds that a linear layer takes on inputs like the example's, the least of several timings."""
+    x = torch.randn(*kind["shape"][:-1], weight.shape[1], dtype=kind["dtype"], device=kind["device"])
+    ((*seconds,),) = _samples([partial(F.linear, x, weight, bias)], x.device, _EACH_WAY)
+    return min(seconds)
+
+
 def forget() -> None:
     """Discard all timings, as other work on the machine may have changed."""
     _MEASURED.clear()
@@ -116,7 +130,7 @@ def _times(
         inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
         calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
         _log.info("timing %d ways to compute %s", len(calls), _description(convolution, x))
-        times = [min(values) for values in _samples(calls, x.device, budget=0.02 * len(calls))]
+        times = [min(values) for values in _samples(calls, x.device, _EACH_WAY * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from loco_ext import sparsity
+from loco_ext.sparsity.budget import layer_time, shrink
 
 IMAGE = (3, 9, 9)
 CLASSES = 4
@@ -119,17 +121,32 @@ def macs(model: nn.Module) -> int:
     return total
 
 
-def timed(share: float, together: int = 1) -> Any:
-    """Return compaction that measures this share of the latency for no MACs, and in proportion to them above it.
+def fake_times(patch: Callable[[Any, str, Any], None], share: float, together: int = 1) -> None:
+    """Let networks take this share of the latency for no MACs, and time in proportion to them above it.
 
-    Filters of a convolution run ``together``: fewer take as long.
+    Filters of a layer run ``together``: fewer take as long.
+
+    Args:
+        patch: sets an attribute, such as ``monkeypatch.setattr``.
     """
+
+    def rounded(count: int) -> int:
+        return -(-count // together) * together
+
+    def seconds_of(convolution: Any, kind: Any) -> float:
+        pixels = prod(kind["shape"][-convolution.axes :]) / prod(convolution.module.stride)
+        return pixels * rounded(len(convolution.weight)) * convolution.weight[0].numel()
+
+    def seconds_of_linear(weight: Tensor, bias: Tensor, kind: Any) -> float:
+        return rounded(len(weight)) * weight.shape[1]
 
     def compact(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
         network, report = sparsity.compact(model, inputs, cost="macs", **options)
         filters = [(layer.macs_after, max(1, layer.filters_after)) for layer in report.layers]
-        executed = sum(macs * -(-count // together) * together / count for macs, count in filters)
+        executed = sum(macs * rounded(count) / count for macs, count in filters)
         latency = share + (1 - share) * executed / report.macs_before
         return network, replace(report, latency_before=1.0, latency_after=latency)
 
-    return compact
+    patch(layer_time, "seconds_of", seconds_of)
+    patch(layer_time, "seconds_of_linear", seconds_of_linear)
+    patch(shrink, "compact", compact)

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two
-from tests.covering import covering
-from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
+from tests.covering import covering, slow
+from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, fake_times, macs, network
 
 X = torch.zeros(2, *IMAGE)
 compact_module = importlib.import_module("loco_ext.sparsity.compaction.compact")  # the package has its function
@@ -348,46 +347,38 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
-def test_the_best_of_the_first_two_that_are_found_is_taken() -> None:
-    def search(lost: float | None) -> Any:
-        def find(target: float) -> shrink.Found:
-            if lost is None:
-                raise shrink.UnreachableError("none")
-            return shrink.Found(nn.ReLU(), sparsity.Report(), lost, problem)  # type: ignore[arg-type]
-
-        problem: Any = SimpleNamespace(round_to=1, lost=lambda sizes: sizes)
-        return SimpleNamespace(search=find, problem=problem)
-
-    assert shrink.best((search(lost), 0.5) for lost in (None, 2.0, 1.0, 0.5)).sizes == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 4])
-def test_a_latency_takes_the_rounding_that_loses_the_least_importance(
+@pytest.mark.parametrize("together", [1, slow(4)])
+def test_a_latency_loses_no_more_importance_than_other_numbers_of_channels(
     monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Kernels compute several channels together, in place of what compaction measures; the first guess is wrong."""
-    model = models.small_cnn(3, 4, 9, width=0.25).eval()
+    """Other numbers are those for MACs, rounded or not; numbers between those that are timed count as the next."""
+    model = models.small_cnn(3, 4, 9, width=0.5).eval()
     filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
-    how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
-    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 4))
-    monkeypatch.setattr(shrink, "compact", timed(0.1, together))
-    lost = {}
-    for round_to in (None, 1, 4):
-        smaller, report = sparsity.shrink_to(model, X, **how, round_to=round_to)
-        assert report.latency_after is not None
-        assert report.latency_after <= 0.6
-        widths = [m.out_channels for m in smaller.modules() if isinstance(m, nn.Conv2d)]
-        kept = [float(part[:width].sum()) for part, width in zip(parts, widths, strict=True)]
-        lost[round_to] = -sum(map(math.log, kept))
-    assert lost.pop(None) == min(lost.values())
-    assert (lost[4] < lost[1]) == (together > 1)
+    how: Any = {"importance": "norm", "granularity": "filters"}
+    fake_times(monkeypatch.setattr, 0.1, together)
+
+    def lost(network: nn.Module) -> float:
+        widths = [m.out_channels for m in network.modules() if isinstance(m, nn.Conv2d)]
+        return -sum(math.log(float(part[:width].sum())) for part, width in zip(parts, widths, strict=True))
+
+    def executed(network: nn.Module) -> float:
+        report = shrink.compact(network, X, fold_norms=False)[1]
+        return (report.latency_after - 0.1) / 0.9 * report.macs_before
+
+    smaller, report = sparsity.shrink_to(model, X, latency=0.6, **how)
+    assert report.latency_after is not None
+    assert 0.55 < report.latency_after <= 0.6
+    for round_to, share in itertools.product((1, 4), np.arange(0.3, 0.6, 0.05)):
+        other = sparsity.shrink_to(model, X, macs=share, round_to=round_to, **how)[0]
+        is_slower = 0.1 + 0.9 * executed(other) / executed(model) > 0.6
+        assert is_slower or lost(other) >= 0.97 * lost(smaller)
 
 
 def test_a_network_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every network takes 0.8 of its time when it is timed for the first time."""
-    honest, seen = timed(0.1), set()
+    fake_times(monkeypatch.setattr, 0.1)
+    honest, seen = shrink.compact, set()
 
     def lucky(model: nn.Module, inputs: Any, **options: Any) -> tuple[nn.Module, sparsity.Report]:
         smaller, report = honest(model, inputs, **options)
@@ -397,7 +388,7 @@ def test_a_network_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.Monk
         return smaller, replace(report, latency_after=0.8 * report.latency_after)
 
     monkeypatch.setattr(shrink, "compact", lucky)
-    how: Any = {"latency": 0.6, "importance": "norm", "round_to": 1, "granularity": "filters"}
+    how: Any = {"latency": 0.6, "importance": "norm", "granularity": "filters"}
     _, report = sparsity.shrink_to(network("plain"), X, **how)
     assert report.latency_after in seen
     assert 0.5 < report.latency_after <= 0.6
@@ -406,10 +397,10 @@ def test_a_network_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.Monk
 def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_its_norms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shrink, "compact", timed(0.25))
+    fake_times(monkeypatch.setattr, 0.25)
     monkeypatch.setattr(compact_module, "_latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
     model = network("plain")
-    smaller, report = sparsity.shrink_to(model, X, latency=0.6, batches=batches(), granularity="filters", round_to=1)
+    smaller, report = sparsity.shrink_to(model, X, latency=0.6, batches=batches(), granularity="filters")
     assert report.parameters_after < sum(p.numel() for p in smaller.parameters())  # norms that are not folded
     assert macs(smaller) < 0.6 * macs(model)
     assert all(p.flatten(1).any(1).all() for p in smaller.parameters() if p.dim() > 1)
@@ -470,17 +461,15 @@ def test_weights_that_are_not_finite_and_nothing_that_can_be_removed() -> None:
 
 
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrink, "ROUNDINGS", (1, 4))
-    monkeypatch.setattr(shrink, "compact", timed(0.25))
+    fake_times(monkeypatch.setattr, 0.25)
     optimizer = torch.optim.SGD((model := network("plain")).parameters(), lr=0.1)
-    how: Any = {"importance": "norm", "round_to": 1}
-    _, cheapest = sparsity.shrink_to(network("plain"), X, latency=0.2501 + 0.75 * 0.0063, **how)
+    _, cheapest = sparsity.shrink_to(network("plain"), X, latency=0.2501 + 0.75 * 0.0063, importance="norm")
     assert cheapest.latency_after is not None
     message = f"latency: expected at least {1.0005 * cheapest.latency_after:.4g}, the least reached, got 0.2"
     with pytest.raises(ValueError, match=message):
         sparsity.shrink_to(network("plain"), X, latency=0.2, importance="norm")
     with pytest.raises(ValueError, match=message):
-        sparsity.Budget(model, optimizer, example_inputs=X, latency=0.2, begin=0, end=3, round_to=1)
+        sparsity.Budget(model, optimizer, example_inputs=X, latency=0.2, begin=0, end=3)
 
 
 def test_the_least_that_is_named_can_be_reached() -> None:

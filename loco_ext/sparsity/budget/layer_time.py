@@ -1,0 +1,90 @@
+"""Times of a layer at smaller numbers of channels, measured on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from loco_ext.sparsity.compaction.constants import Floats
+from loco_ext.sparsity.compaction.convolution import Convolution
+from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_linear
+from loco_ext.sparsity.compaction.disjoint_set import Integers
+from loco_ext.sparsity.compaction.fusion import Epilogue
+from loco_ext.sparsity.compaction.roles import is_depthwise
+
+
+class LayerTime(NamedTuple):
+    """Seconds that a layer takes, by its numbers of input channels and of filters.
+
+    Attributes:
+        inputs: numbers of input channels, ascending, ``[4]``; the last may repeat.
+        filters: numbers of filters, ascending, ``[8]``; the last may repeat.
+        seconds: ``[4, 8]``.
+    """
+
+    inputs: Floats
+    filters: Floats
+    seconds: Floats
+
+
+class LayerTimes:
+    """Times of several layers between the numbers of channels that were timed.
+
+    A time is linear between two numbers of input channels. Fewer filters take as long as the next number that was
+    timed, as processors compute several together.
+    """
+
+    def __init__(self, times: Sequence[LayerTime]) -> None:
+        self._inputs, self._filters, self._seconds = map(np.stack, zip(*times, strict=True))
+
+    def __call__(self, layers: Integers, inputs: Floats, filters: Floats) -> Floats:
+        """Return the seconds of layers, given by index, for numbers of channels; the three broadcast."""
+        layers, inputs, filters = np.broadcast_arrays(layers, inputs, filters)
+        column = (filters[..., None] > self._filters[layers, :-1]).sum(-1)
+        row = (inputs[..., None] > self._inputs[layers, 1:-1]).sum(-1)
+        first, last = self._inputs[layers, row], self._inputs[layers, row + 1]
+        part = (inputs - first) / np.maximum(last - first, 1.0)
+        lower, upper = self._seconds[layers, row, column], self._seconds[layers, row + 1, column]
+        return np.where(filters > 0, np.maximum(lower + part * (upper - lower), 0.0), 0.0)
+
+
+@torch.no_grad()
+def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
+    """Return the times of a convolution or linear layer, with a ReLU behind a convolution.
+
+    Args:
+        module: the layer, with a weight ``(C_out, C_in/groups, *kernel_size)``.
+        kind: shape, dtype, device and memory format of its input.
+    """
+    weight, bias = module.weight, module.bias
+    if bias is None:
+        bias = weight.new_zeros(len(weight))  # that of the batch norm behind it, once compacted
+    is_linear, alone = isinstance(module, nn.Linear), is_depthwise(module)
+    may_shrink = is_linear or alone or module.groups == 1
+    filters = _some(len(weight), 8) if may_shrink else [len(weight)] * 8
+    inputs = _some(weight.shape[1], 4) if may_shrink and not alone else [weight.shape[1]] * 4
+
+    def seconds(width: int, count: int) -> float:
+        some = weight[:count, :width]
+        if is_linear:
+            return seconds_of_linear(some.contiguous(), bias[:count], kind)
+        channels = count if alone else width * module.groups
+        convolution = Convolution(module, some, bias[:count], channels, kind["channels_last"], Epilogue(relu=True))
+        return seconds_of(convolution, kind)
+
+    table = np.asarray([[seconds(width, count) for count in filters] for width in inputs])
+    for axis in (0, 1):  # what is slower than more channels is timing noise, or could be computed with zeros added
+        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
+    return LayerTime(np.asarray(inputs, float), np.asarray(filters, float), table)
+
+
+def _some(count: int, most: int) -> list[int]:
+    """Return numbers up to ``count``, which repeats; their distance is a power of two of at least ``count / most``."""
+    step = 2 ** math.ceil(math.log2(max(1.0, count / most)))
+    found = [*range(step, count, step), count]
+    return found + [count] * (most - len(found))
