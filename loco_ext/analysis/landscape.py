@@ -48,7 +48,7 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
         data: batches ``(inputs, targets)`` of any sizes.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``data`` is not a sequence of pairs.
+        TypeError: ``model`` is not a module or has sharded parameters, or ``data`` is not a sequence of pairs.
         ValueError: there are no batches, or no parameter requires a gradient.
 
     Source:

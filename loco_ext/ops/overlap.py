@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 
 @dataclass
@@ -49,13 +50,10 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
     """Raise ValueError, naming the tensors, if an element's memory that is to be written belongs to another one, too.
 
     Args:
-        tensors: (name, tensor, whether it is written). Fake tensors and those of the meta device have no memory.
+        tensors: (name, tensor, whether it is written). Fake tensors, those of the meta device, and subclasses that wrap
+            other tensors have no memory.
     """
-    regions = [
-        region_of(*entry)
-        for entry in tensors
-        if entry[1].device.type != "meta" and not isinstance(entry[1], FakeTensor)
-    ]
+    regions = [region_of(*entry) for entry in tensors if _has_memory(entry[1])]
     for region in regions:
         if region.written and not (region.tensor.is_contiguous() or _distinct(region)):
             raise ValueError(
@@ -68,6 +66,18 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
             if (region.written or other.written) and region.begin < region.end and _meet(region, other):
                 raise ValueError(f"{other.name} and {region.name}: expected separate memory, got tensors that overlap")
         open_regions.append(region)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return False
+    if type(tensor) in (Tensor, Parameter):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _distinct(region: Region) -> bool:

@@ -75,9 +75,18 @@ def check_logits(logits: Any, x: Tensor) -> None:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient; raise ValueError if there are none."""
+    """Return the parameters that require a gradient.
+
+    Raises:
+        TypeError: ``model`` is not a module, or one of these is sharded: it is not the tensor that the model computes
+            with, or its gradient is in parts.
+        ValueError: there are none.
+    """
     check_module("model", model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("model: expected parameters that require gradients, got none")
+    for parameter in parameters:
+        if type(parameter.data) is not Tensor:
+            raise TypeError(f"model: expected parameters that are whole, got {type(parameter.data).__name__}")
     return parameters

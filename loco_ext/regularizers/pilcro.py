@@ -124,9 +124,6 @@ class PILCRO:
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss of this step, a scalar; zero between applications."""
         parameters = trained_parameters(model)
-        for parameter in parameters:
-            if type(parameter.data) is not Tensor:
-                raise TypeError(f"model: expected parameters that are whole, got {type(parameter.data).__name__}")
         check_images("x", x)
         check_stencil("laplacian_kernel", self._stencil, x)
         if self.target is not None:

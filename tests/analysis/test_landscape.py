@@ -6,13 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.functional import hessian
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss
 
-from loco_ext import analysis, geometry, optim
+from loco_ext import analysis, geometry, optim, regularizers
 from loco_ext import nn as loco_nn
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -187,6 +190,30 @@ def test_bad_arguments_are_named(change, error, said):
     if change.keys() <= {"model", "data"}:
         with pytest.raises(error, match=said):
             analysis.gradient_norm(**arguments)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x: analysis.gradient_norm(model, mse_loss, [(x, torch.ones(2, 9))]),
+        lambda model, x: analysis.top_hessian_eigenvalue(model, mse_loss, [(x, torch.ones(2, 9))]),
+        lambda model, x: regularizers.PILCRO()(model, x),
+    ],
+    ids=["gradient_norm", "top_hessian_eigenvalue", "PILCRO"],
+)
+def test_sharded_parameters_are_refused(measure):
+    """FSDP computes with others, in which the loss has no gradient; those of tensor parallelism have it in parts."""
+    model = fully_shard(nn.Sequential(nn.Flatten(), nn.Linear(9, 9)), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError, match="model: expected parameters that are whole, got DTensor"):
+        measure(model, torch.ones(2, 1, 3, 3))
 
 
 def test_masked_blocks_are_zero_inside_of_the_with_alone():

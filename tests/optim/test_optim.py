@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 import loco_ext
 from loco_ext import optim
@@ -124,6 +125,21 @@ def test_the_reference_gives_the_kernels_bits_in_float32(name, options):
     train(forced, 1, start=3)
     for other in (reference, forced, fused):
         assert_same(ours, other, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_reference_steps_parameters_that_wrap_other_tensors(name):
+    """Quantised weights, such as torchao's, are such parameters: they have no memory of their own."""
+    (param,) = make_params([(3, 2, 3, 3)])
+    wrapping = nn.Parameter(TwoTensor(param.detach().clone(), param.detach().clone()))
+    options = {**RICH[name], "locality": LOCALITY, "fused": False}
+    ours, plain = (getattr(optim, name)([each], **options) for each in (wrapping, param))
+    for step in range(3):
+        train(plain, 1, start=step)
+        wrapping.grad = TwoTensor(param.grad.clone(), param.grad.clone())
+        ours.step()
+    assert torch.equal(wrapping.data.a, param)
+    assert torch.equal(wrapping.data.b, param)
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["collected", "cached"])

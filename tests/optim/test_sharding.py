@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import loco_ext
@@ -264,6 +265,22 @@ def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
 @pytest.mark.parametrize("check", [check_checkpoint, check_ddp, check_gradients])
 def test_two_processes_train_as_one(check, tmp_path):
     run_ranks(check_classes, check, count=WORLD, folder=tmp_path)
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_optimizer_that_sorts_its_parameters_takes_one_group_for_each_layer(name):
+    model, factors = make_model(), {"0": (0.5, 2.0), "2": (0.25, 1.0)}
+    penalties = {"0": sparsity.RingPenalty(0.5), "2": sparsity.KernelPenalty(0.5)}
+    convolutions, *others = optim.parameter_groups(model, 0.1, penalty=penalties, per_layer=factors)
+    entries = zip(*(convolutions[key] for key in ("params", "locality", "penalty")), strict=True)
+    alone = [{**convolutions, "params": [p], "locality": local, "penalty": own} for p, local, own in entries]
+    options = {**RICH[name], "lr": 0.02}
+    train_model(model, ZeroRedundancyOptimizer([*alone, *others], getattr(optim, name), **options), STEPS)
+    other = make_model()
+    groups = optim.parameter_groups(other, 0.1, penalty=penalties, per_layer=factors)
+    train_model(other, getattr(optim, name)(groups, **options), STEPS)
+    assert all(map(nearly, model.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize("name", CLASSES)
