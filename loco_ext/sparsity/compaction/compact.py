@@ -144,10 +144,12 @@ def compacted(
 
 
 def take_modes(network: nn.Module, model: nn.Module) -> None:
-    """Set the training mode of a network's modules to that of the model's modules of the same names."""
+    """Set the training mode of a network's modules to that of the model's modules of the same names, or around them."""
     modes = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
-        module.training = modes.get(name, model.training)
+        while name not in modes:
+            name = name.rpartition(".")[0]
+        module.training = modes[name]
 
 
 @dataclass(frozen=True)
