@@ -500,7 +500,7 @@ def _required(layer: Any) -> dict[int, int]:
         return {-1: layer.in_features}
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         return {1 - layer.weight.dim(): layer.in_channels}
-    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
         return {1: layer.num_features} if layer.affine or layer.running_mean is not None else {}
     if kind is nn.GroupNorm:
         return {1: layer.num_channels} if layer.affine else {}

@@ -21,10 +21,20 @@ class _Tracer(fx.Tracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool | None]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
+        self.failed_in = ""  # name and class of the innermost module whose forward has raised
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = self._is_leaf(m)
         return super().is_leaf_module(m, module_qualified_name) if leaf is None else leaf
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or f", in its {self.path_of_module(m)} ({type(m).__name__})"
+            raise
 
 
 def trace(
@@ -56,9 +66,9 @@ def trace(
     try:
         return fx.GraphModule(model, tracer.trace(model, None if constants is None else dict(constants)))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
-        kind = type(error).__name__
+        place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"
         raise UntraceableError(
-            f"model: expected one that torch.fx can trace, got {kind} in {type(model).__name__}: {first_line(error)}"
+            f"model: expected one that torch.fx can trace, got {place}: {first_line(error)}"
         ) from error
     finally:
         for name in set(vars(model)) - before:  # tensors that the model has made, which torch.fx attaches to it

@@ -236,6 +236,10 @@ def test_bad_arguments_are_named() -> None:
         sparsity.compact(model, x, cost="fast")
     with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, or a tuple with one, got int"):
         sparsity.compact(model, 3)
+    with pytest.raises(TypeError, match=r"example_inputs: .* with one, got a tuple of dict$"):
+        sparsity.compact(model, ({"image": x},))
+    with pytest.raises(TypeError, match=r"example_inputs: .* with one, got an empty list$"):
+        sparsity.compact(model, [])
 
 
 def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:

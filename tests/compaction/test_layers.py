@@ -90,7 +90,7 @@ def test_average_pools_called_as_functions_let_channels_go() -> None:
 
 @pytest.mark.parametrize(
     ("dead", "padding", "norm"),
-    covering(["whole groups", "half of each", "any"], [0, 1], [nn.BatchNorm2d, NormAndActivation]),
+    covering(["whole groups", "half of each", "any"], [0, 1], [nn.BatchNorm2d, NormAndActivation, nn.SyncBatchNorm]),
 )
 def test_groups_shrink(dead: str, padding: int, norm: type[nn.Module]) -> None:
     inside = [nn.Conv2d(8, 12, 1), norm(12), nn.ReLU(), nn.Conv2d(12, 24, 3, padding=padding, groups=4), norm(24)]

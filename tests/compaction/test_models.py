@@ -247,6 +247,22 @@ def test_a_normalisation_that_is_frozen_stays_frozen() -> None:
     assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
 
 
+def test_a_normalisation_frozen_in_a_module_of_its_own_code_stays_frozen() -> None:
+    class Activated(nn.BatchNorm2d):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm = (self.running_mean, self.running_var, self.weight, self.bias)
+            return self.act(functional.batch_norm(x, *norm, self.training, self.momentum or 0.0, self.eps))
+
+    model = nn.Sequential(convolution(3, 8), Activated(), convolution(8, 8), Activated()).double()
+    model[1].eval()
+    network, _ = sparsity.compact(model, IMAGES[0], cost="macs", fold_norms=False)
+    assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
+
+
 FLATTENINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "by features": lambda y: y.view(-1, 8),
     "by features, reshaped": lambda y: torch.reshape(y, (-1, 8)),

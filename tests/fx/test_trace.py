@@ -75,3 +75,15 @@ def test_hooks_of_all_modules_are_traced():
         assert calls(trace(model).graph) == calls(fx.symbolic_trace(model).graph)
     finally:
         handle.remove()
+
+
+def test_a_refusal_names_the_module_that_cannot_be_traced():
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.shape[-1] % 2 else x[..., 1:]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Traced(), Branching()))
+    with pytest.raises(UntraceableError, match=r"got TraceError in Sequential, in its 1\.1 \(Branching\): symb"):
+        trace(model)
+    with pytest.raises(UntraceableError, match=r"got TraceError in Branching: symbolically"):
+        trace(Branching())

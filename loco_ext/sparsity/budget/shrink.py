@@ -22,7 +22,7 @@ from loco_ext.sparsity.compaction.compact import check_inputs, compacted, copied
 _MOST_TRIES = 12
 _ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
-_NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
+_NEAR = 0.99  # share of the budget from which on no larger network is looked for
 
 
 @torch.inference_mode(False)  # the result is for training, whatever mode the caller is in
@@ -77,8 +77,8 @@ def shrink_to(
             work on 8 or 16 channels together, and those on tensor cores on 8: others take as long as the next multiple.
 
     Returns:
-        The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it where
-        the sizes of filters allow that.
+        The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it
+        unless each further ring or channel would cost more than is left, as in networks of few channels.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be

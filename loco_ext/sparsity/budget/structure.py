@@ -255,7 +255,9 @@ def structure_of(
     try:
         channels = classes_of_channels(Channels(annotated_graph(copy, inputs), {}, False, False))
     except UntraceableError as error:
-        raise ValueError(f"model: expected one that torch.fx can trace; {error}") from error
+        why = str(error)
+        named = why if why.startswith("model:") else f"model: expected one that torch.fx can trace; {why}"
+        raise ValueError(named) from error
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
     fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))

@@ -144,10 +144,12 @@ def compacted(
 
 
 def take_modes(network: nn.Module, model: nn.Module) -> None:
-    """Set the training mode of a network's modules to that of the model's modules of the same names."""
+    """Set the training mode of a network's modules to that of the model's modules of the same names, or around them."""
     modes = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
-        module.training = modes.get(name, model.training)
+        while name not in modes:
+            name = name.rpartition(".")[0]
+        module.training = modes[name]
 
 
 @dataclass(frozen=True)
@@ -271,5 +273,9 @@ def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:
     check_module("model", model)
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple | list) or not any(isinstance(x, Tensor) for x in inputs):
-        raise TypeError(f"example_inputs: expected a tensor, or a tuple with one, got {type(example_inputs).__name__}")
+        got = kind = type(example_inputs).__name__
+        if isinstance(inputs, tuple | list):
+            kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in inputs))
+            got = f"a {kind} of {kinds}" if kinds else f"an empty {kind}"
+        raise TypeError(f"example_inputs: expected a tensor, or a tuple with one, got {got}")
     return inputs

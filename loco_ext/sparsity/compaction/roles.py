@@ -34,7 +34,7 @@ class Role(Enum):
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
 

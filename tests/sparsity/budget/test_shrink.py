@@ -460,6 +460,26 @@ def test_weights_that_are_not_finite_and_nothing_that_can_be_removed() -> None:
             sparsity.shrink_to(each, X, macs=0.5, importance="norm")
 
 
+def test_models_that_cannot_be_traced_are_refused_with_the_reason_once() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.mean() > 0 else -x
+
+    hooked = network("plain")
+    hooked.register_forward_hook(lambda module, inputs, output: output)
+    branching = nn.Sequential(network("plain"), Branching())
+    said = r"^model: expected one that torch\.fx can trace"
+    for model, why in (
+        (hooked, "; the model has forward hooks"),
+        (branching, r", got TraceError in .* \(Branching\): sy"),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=said + why):
+            sparsity.shrink_to(model, X, macs=0.5, importance="norm")
+        with pytest.raises(ValueError, match=said + why):
+            sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=1, end=2)
+
+
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_times(monkeypatch.setattr, 0.25)
     optimizer = torch.optim.SGD((model := network("plain")).parameters(), lr=0.1)
