@@ -138,8 +138,8 @@ class FrontierSettings:
                 raise SettingsError(f"{name}: expected finite numbers, at least 0, got {values}")
         if not 0 < self.span <= 1:
             raise SettingsError(f"span: expected more than 0 and at most 1, got {self.span}")
-        if (self.training.penalty is None) != (self.method == "width"):
-            expected = "none with the method width" if self.method == "width" else "rings or kernels"
+        if (self.training.penalty is None) == self.penalises:
+            expected = "rings or kernels" if self.penalises else "none with the method width"
             raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
         if self.training.penalty == "complexity":  # a path begins where nothing is left; this penalty never gets there
             raise SettingsError("penalty: expected rings or kernels, got complexity")
@@ -149,8 +149,17 @@ class FrontierSettings:
             self.dense(width)
 
     @property
+    def penalises(self) -> bool:
+        """Return whether points are trained with a penalty."""
+        return self.method != "width"
+
+    @property
+    def trains_points(self) -> bool:
+        return self.penalises or self.refit_epochs > 0
+
+    @property
     def used_widths(self) -> tuple[float, ...]:
-        return self.widths if self.method == "width" else (self.training.width,)
+        return (self.training.width,) if self.penalises else self.widths
 
     def dense(self, width: float) -> Settings:
         """Return the settings of the training that a path starts from, of one epoch if there is none."""
@@ -171,41 +180,30 @@ class FrontierSettings:
         return replace(point, solver="subgradient" if self.method == "subgradient" else "prox")
 
 
-def _penalises(settings: FrontierSettings) -> bool:
-    return settings.method != "width"
-
-
-def _chooses_strengths(settings: FrontierSettings) -> bool:
-    return settings.method == "prox" and settings.strengths is None
-
-
-def _trains_first(settings: FrontierSettings) -> bool:
-    return settings.dense_epochs > 0
-
-
-def _trains_points(settings: FrontierSettings) -> bool:
-    return _penalises(settings) or settings.refit_epochs > 0
+def _of_training(has_effect: Callable[[Settings], object]) -> Callable[[FrontierSettings], object]:
+    return lambda settings: has_effect(settings.training)
 
 
 def _uses_sgd(settings: FrontierSettings) -> bool:
-    first = _trains_first(settings) and settings.dense_optimizer == "sgd"
-    return first or (_trains_points(settings) and settings.training.optimizer == "sgd")
-
-
-def _of_training(has_effect: Callable[[Settings], object]) -> Callable[[FrontierSettings], object]:
-    return lambda settings: has_effect(settings.training)
+    first = settings.dense_epochs > 0 and settings.dense_optimizer == "sgd"
+    return first or (settings.trains_points and settings.training.optimizer == "sgd")
 
 
 _WITH_PENALTY = "--method prox or subgradient"
 EFFECTS: Effects = {
     **{name: (_of_training(has_effect), needed) for name, (has_effect, needed) in TRAINING_EFFECTS.items()},
-    **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (_penalises, _WITH_PENALTY)),
-    **dict.fromkeys(("learning_rate", "optimizer"), (_trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")),
-    **dict.fromkeys(("points", "span"), (_chooses_strengths, "--method prox and without --strengths")),
-    "dense_learning_rate": (_trains_first, "at least 1 in --dense-epochs"),
+    **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (lambda s: s.penalises, _WITH_PENALTY)),
+    **dict.fromkeys(
+        ("learning_rate", "optimizer"), (lambda s: s.trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")
+    ),
+    **dict.fromkeys(
+        ("points", "span"),
+        (lambda s: s.method == "prox" and s.strengths is None, "--method prox and without --strengths"),
+    ),
+    "dense_learning_rate": (lambda s: s.dense_epochs > 0, "at least 1 in --dense-epochs"),
     "momentum": (_uses_sgd, "--optimizer sgd or a first training (--dense-epochs)"),
-    "taus": (lambda settings: settings.method == "subgradient", "--method subgradient"),
-    "widths": (lambda settings: settings.method == "width", "--method width"),
+    "taus": (lambda s: s.method == "subgradient", "--method subgradient"),
+    "widths": (lambda s: s.method == "width", "--method width"),
 }
 
 
@@ -259,7 +257,6 @@ class _Path:
             self.run(dense, self.out / f"dense-{self.width:g}", model)
         if settings.batch_norm == "folded":
             fold(model)
-        penalised = settings.method != "width"
         try:
             return sparsity.frontier(
                 model,
@@ -267,7 +264,7 @@ class _Path:
                 self.evaluate,
                 settings.training.make_penalty() or sparsity.RingPenalty(0.0),
                 example_inputs=self.normalization(self.test.images[:LATENCY_BATCH]),
-                strengths=settings.strengths if penalised else (0.0,),
+                strengths=settings.strengths if settings.penalises else (0.0,),
                 points=settings.points,
                 span=settings.span,
                 loss=self.loss,
@@ -284,7 +281,7 @@ class _Path:
 
     def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
         """Train a point; for the method "width" there is nothing to train."""
-        if self.settings.method != "width":
+        if self.settings.penalises:
             self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")
 
     def refit(self, model: nn.Module, to_come: int) -> None:
