@@ -36,11 +36,18 @@ from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import begin
 from loco_ext.experiments.settings import EFFECTS as TRAINING_EFFECTS
-from loco_ext.experiments.settings import Effects, Settings, SettingsError, check_fields
+from loco_ext.experiments.settings import (
+    Effects,
+    Settings,
+    SettingsError,
+    check_fields,
+    count_option,
+    list_option,
+)
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.fx.modules import put
-from loco_ext.option_parsers import MOST, separated
+from loco_ext.option_parsers import MOST
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
@@ -86,13 +93,13 @@ class FrontierSettings:
     refit_epochs: Annotated[
         int, Option(min=0, help="Number of epochs for which each compacted network is trained on; 0 skips this.")
     ] = 1
-    points: Annotated[int, Option(min=1, max=MOST, help="Number of strengths of the penalty.")] = 15
+    points: Annotated[int, count_option(help="Number of strengths of the penalty.")] = 15
     span: Annotated[float, Option(help="Ratio of the smallest to the largest strength.")] = 1e-4
     strengths: Annotated[
         tuple[float, ...] | None,
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
+        list_option(
+            float,
+            "NUMBERS",
             show_default="chosen by --points and --span",
             help="Strengths of the penalty, separated by commas. The method subgradient needs them.",
         ),
@@ -106,18 +113,12 @@ class FrontierSettings:
     ] = "dense"
     taus: Annotated[
         tuple[float, ...],
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
-            help="Thresholds of the method subgradient, separated by commas.",
-        ),
+        list_option(float, "NUMBERS", help="Thresholds of the method subgradient, separated by commas."),
     ] = (1e-4, 1e-3, 1e-2, 1e-1)
     widths: Annotated[
         tuple[float, ...],
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
-            help="Factors of the method width for all numbers of channels, separated by commas.",
+        list_option(
+            float, "NUMBERS", help="Factors of the method width for all numbers of channels, separated by commas."
         ),
     ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
     batch_norm: Annotated[
