@@ -124,9 +124,8 @@ def make_candidates(case: Case, weight: Tensor, missing: dict[str, str]) -> dict
     return {**peers, "ours": ours(case, weight), "copy": Candidate(weight.clone)}
 
 
-def expected(case: Case) -> Tensor:
+def expected(case: Case, weight: Tensor) -> Tensor:
     """Return the prox of the case's weight by our float64 reference."""
-    weight = make_weight(case.shape)
     with loco_ext.backend("reference"):
         return case.penalty.prox(weight.double(), 1.0, make_metric(weight).double() if case.metric else None)
 
@@ -233,7 +232,7 @@ def run(job: Job) -> None:
     report |= {"not_measured": missing, "steps": []}
     with loco_ext.backend("native"):
         for name in arguments.cases:
-            reference = expected(CASES[name])
+            reference = expected(CASES[name], make_weight(CASES[name].shape))
             for threads in arguments.threads:
                 job.add(measure_prox(name, threads, job.effort, reference, missing))
         for rule, threads in itertools.product(arguments.rules, arguments.threads):

@@ -20,7 +20,7 @@ import loco_ext
 from bench import bench_ring_prox, harness
 from bench.bench_optim_step import State, Step, make_parameters
 from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, both, capture, forced, make_flush, time_both
-from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, make_metric, make_weight, penalised_step
+from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, make_weight, penalised_step
 from bench.command import Command, Job
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
@@ -38,17 +38,11 @@ def not_measured() -> dict[str, str]:
     return {"triton": reason, "torch_compile": reason}
 
 
-def make_inputs(name: str, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Return the case's weight and metric on the GPU."""
-    weight = make_weight(CASES[name].shape, DEVICE, DTYPES[dtype])
-    return weight, make_metric(weight) if CASES[name].metric else None
-
-
 def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str]) -> dict[str, Step]:
     """Return the prox of every candidate; each result is first compared with the reference."""
     case = CASES[name]
-    weight, metric = make_inputs(name, dtype)
-    ours = functools.partial(case.penalty.prox, weight, 1.0, metric)
+    weight = make_weight(case.shape, DEVICE, DTYPES[dtype])
+    ours = bench_ring_prox.ours(case, weight).call
     calls: dict[str, Callable[[], Any]] = {}
     for label, backend in BACKENDS.items():
         if label not in missing:
@@ -64,18 +58,12 @@ def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str
     return calls
 
 
-def expected(name: str, dtype: str) -> Tensor:
-    """Return the prox by our float64 reference."""
-    weight, metric = make_inputs(name, dtype)
-    with loco_ext.backend("reference"):
-        return CASES[name].penalty.prox(weight.double(), 1.0, None if metric is None else metric.double())
-
-
 def measure_prox(
     name: str, dtype: str, effort: harness.Effort, flush: Flush, copy: float, missing: Collection[str]
 ) -> dict[str, Any]:
     """Return the record of a case in one dtype."""
-    build = functools.partial(make_calls, name, dtype, expected(name, dtype), missing)
+    reference = bench_ring_prox.expected(CASES[name], make_weight(CASES[name].shape, DEVICE, DTYPES[dtype]))
+    build = functools.partial(make_calls, name, dtype, reference, missing)
     gpu, host = time_both(build, effort, flush, f"{name} {dtype}")
     moved = (3 if CASES[name].metric else 2) * math.prod(CASES[name].shape) * DTYPES[dtype].itemsize
     return {

@@ -135,16 +135,11 @@ def compare(
         >>> timings["sum"].rounds
         10
     """
-    builds: list[_Build] = []
     order = random.Random(label)
-    with _progress(label) as show:
-        for index in range(effort.builds):
-
-            def show_build(fraction: float, index: int = index) -> None:
-                show((index + fraction) / effort.builds)
-
-            builds.append(_compare_build(build, effort, order, before, show_build, clock or host_seconds))
-    return Comparison(builds)
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=effort.builds, desc=label, delay=2, leave=False, bar_format=form) as bar:
+        clock = clock or host_seconds
+        return Comparison([_compare_build(build, effort, order, before, clock, bar) for _ in range(effort.builds)])
 
 
 def _compare_build(
@@ -152,9 +147,10 @@ def _compare_build(
     effort: Effort,
     order: random.Random,
     before: Callable[[str], object] | None,
-    show: Callable[[float], None],
     clock: Clock,
+    bar: Any,
 ) -> _Build:
+    done = round(bar.n)
     with _no_garbage_collection():
         candidates = build()
         if not candidates:
@@ -171,7 +167,8 @@ def _compare_build(
                 previous = name
             rounds += 1
             elapsed = time.perf_counter() - start
-            show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
+            share = min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0)
+            bar.update(done + share - bar.n)
     return calls
 
 
@@ -189,18 +186,6 @@ def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], 
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on stderr, set by fractions, once two seconds have passed."""
-    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=1.0, desc=label, delay=2, leave=False, bar_format=form) as bar:
-
-        def show(fraction: float) -> None:
-            bar.update(fraction - bar.n)
-
-        yield show
 
 
 def summarise(groups: Sequence[list[float]]) -> Timing:

@@ -7,6 +7,7 @@ python -m studies.tables --check    exits with 1 if that would change them
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 from bench import generated, machine
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
+from loco_ext.experiments.records import with_error
+from loco_ext.experiments.regions import NORMS
 from studies import papers
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
+mean = partial(with_error, missing=MISSING)
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"
 OURS = ("shrink_to", 0.5)
@@ -34,14 +38,10 @@ def locality_cifar10(report: Record) -> list[Table]:
     settings = report["settings"]
     rows = []
     for name, arm in report["arms"].items():
-        s = arm["summary"]
-        difference = [MISSING, MISSING]
-        if "paired_p" in s:
-            difference = [f"{s['difference']:+.2f} ± {s['difference_standard_error']:.2f}", f"{s['paired_p']:.2f}"]
         factors = "; ".join(
             f"{layer}: {', '.join(f'{f:.2f}' for f in fs)}" for layer, fs in (arm["locality"] or {}).items()
         )
-        rows.append([name, f"{s['error']:.2f} ± {s['standard_error']:.2f}", *difference, factors or "1, 1"])
+        rows.append([name, *_compared(arm["summary"], ".2f"), factors or "1, 1"])
     title = (
         f"CIFAR-10, small CNN, {settings['epochs']} epochs, {settings['seeds']} paired seeds: test error in percent, "
         "mean and standard error; factors (gamma, eta) by layer, estimated from the uniform networks' weights "
@@ -55,12 +55,8 @@ def locality_sizes_cifar10(report: Record) -> list[Table]:
     rows = []
     for cell in report["cells"]:
         for arm, s in cell["arms"].items():
-            difference = [MISSING, MISSING]
-            if "paired_p" in s:
-                difference = [f"{s['difference']:+.2f} ± {s['difference_standard_error']:.2f}", f"{s['paired_p']:.2g}"]
             row = [f"{cell['images']:,}", f"{cell['kernel']}x{cell['kernel']}", cell["optimizer"]]
-            error = f"{s['error']:.2f} ± {s['standard_error']:.2f}"
-            rows.append([*row, f"{cell['strength']:g}", arm, error, *difference, str(s["count"])])
+            rows.append([*row, f"{cell['strength']:g}", arm, *_compared(s, ".2g"), str(s["count"])])
     title = (
         "CIFAR-10, small CNN of half width: test error in percent, mean and standard error, and its paired difference "
         "from uniform decay, whose strength was chosen on held-out training images"
@@ -77,6 +73,12 @@ def locality_sizes_cifar10(report: Record) -> list[Table]:
         "seeds",
     ]
     return [Table(title, headers, rows)]
+
+
+def _compared(summary: Record, form: str) -> list[str]:
+    """Return the cells of a mean error, of its difference from another arm's, and of the p-value in this form."""
+    both = mean(summary | {"mean": summary["error"]}, ".2f"), mean(summary, "+.2f", name="difference")
+    return [*both, format(summary["paired_p"], form) if "paired_p" in summary else MISSING]
 
 
 def frontier_cifar10(report: Record) -> list[Table]:
@@ -274,18 +276,11 @@ def efcn_paths(report: Record) -> list[Table]:
 def landscapes_cifar10(report: Record) -> list[Table]:
     """Return the tables of arms trained with PILCRO and without: what they reach, and how they stand corruption."""
     seeds, reached, robust = report["settings"]["seeds"], [], []
+    forms = {"loss": ".2f", "total_variation": ".4f", "ablation": ".3f", "spearman": ".2f"}
     for arm, figures in report["arms"].items():
-        difference = figures["accuracy"].get("difference")
-        cells = [
-            with_error(figures["accuracy"], 100, 1),
-            MISSING if difference is None else with_error(figures["accuracy"], 100, 1, "difference"),
-            with_error(figures["loss"], 1, 2),
-            with_error(figures["total_variation"], 1, 4),
-            with_error(figures["ablation"], 1, 3),
-            with_error(figures["spearman"], 1, 2),
-        ]
-        reached.append([arm, *cells])
-        families = [with_error(figures[family], 100, 1) for family in FAMILIES]
+        accuracy = mean(figures["accuracy"], ".1f", 100), mean(figures["accuracy"], "+.1f", 100, name="difference")
+        reached.append([arm, *accuracy, *(mean(figures[name], form) for name, form in forms.items())])
+        families = [mean(figures[family], ".1f", 100) for family in FAMILIES]
         by_family = report["curves"][arm]["kept_probability"]
         kept = [f"{np.mean(np.array(by_family[family], float)):.2f}" for family in FAMILIES]
         robust.append([arm, *families, *kept])
@@ -303,16 +298,6 @@ def landscapes_cifar10(report: Record) -> list[Table]:
     )
     families = [*FAMILIES, *(f"{family}, kept" for family in FAMILIES)]
     return [Table(title, headers, reached), Table(text, ["arm", *families], robust)]
-
-
-def with_error(figure: Record, factor: float, digits: int, name: str = "") -> str:
-    """Format the mean of a figure, or of its differences, and its standard error, which a single seed has not."""
-    mean, error = figure[name or "mean"], figure[f"{name}_standard_error" if name else "standard_error"]
-    if mean is None:
-        return MISSING
-    sign = "+" if name else ""
-    shown = f"{factor * mean:{sign}.{digits}f}"
-    return shown if error is None else f"{shown} ± {factor * error:.{digits}f}"
 
 
 def case(network: Record) -> list[str]:
@@ -338,17 +323,11 @@ def number(value: float | None) -> str:
 
 def regions_digits(report: Record) -> list[Table]:
     """Return the table of accuracies and radii of linear regions, with and without ROLL."""
-
-    def cell(value: Record, form: str) -> str:
-        error = value["standard_error"]
-        return f"{value['mean']:{form}}" + ("" if error is None else f" ± {error:{form}}")
-
     rows = []
     for arm in report["arms"]:
         kind = "without" if arm["hinge"] is None else f"{arm['strength']:g}, {arm['hinge']:g}, {arm['top_percent']}"
-        accuracy = {name: None if value is None else 100 * value for name, value in arm["accuracy"].items()}
-        radii = [cell(arm["median_radius"][p], ".2g") for p in ("1", "2", "inf")]
-        rows.append([kind, cell(accuracy, ".2f"), *radii, *(cell(arm["ratio"][p], ".2f") for p in ("1", "2", "inf"))])
+        radii = [mean(arm["median_radius"][p], ".2g") for p in NORMS]
+        rows.append([kind, mean(arm["accuracy"], ".2f", 100), *radii, *(mean(arm["ratio"][p], ".2f") for p in NORMS)])
     settings = report["settings"]
     title = (
         f"{report['training_samples']} training and {report['test_samples']:,} test digits, "
@@ -357,8 +336,8 @@ def regions_digits(report: Record) -> list[Table]:
         "in percent, median radius over the test samples in pixels of [0, 1], its ratio to the networks without "
         "ROLL; means and standard errors"
     )
-    headers = ["ROLL: strength, hinge, percent", "accuracy", "p = 1", "p = 2", "p = inf"]
-    return [Table(title, [*headers, *(f"ratio, p = {p}" for p in ("1", "2", "inf"))], rows)]
+    headers = ["ROLL: strength, hinge, percent", "accuracy", *(f"p = {p}" for p in NORMS)]
+    return [Table(title, [*headers, *(f"ratio, p = {p}" for p in NORMS)], rows)]
 
 
 def budget_cifar10(report: Record) -> list[Table]:

@@ -1,5 +1,8 @@
 """The command ``loco-ext analyze``."""
 
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,7 +10,10 @@ import typer
 
 from loco_ext.commands import Out, Result, command, make_writable, writing_to
 from loco_ext.errors import UserError
-from loco_ext.output import json_text, one_line
+from loco_ext.folders import owned
+from loco_ext.output import json_text, one_line, replacing, write_json
+
+_LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
 
 @command()
@@ -37,18 +43,70 @@ def run(
 
     The command also suggests (gamma, eta) for every layer (Table 6). It averages over all checkpoints.
     """
-    from loco_ext.commands import checkpoint_analysis as analyzing
+    import torch
+    from rich.console import Console
+    from rich.text import Text
 
+    from loco_ext.analysis.conv_weights import conv_weights
+    from loco_ext.analysis.locality import estimate_locality, locality_statistics
+    from loco_ext.analysis.tables import locality_table, statistics_table
+    from loco_ext.analysis.tap_figure import tap_figure
+    from loco_ext.experiments.records import provenance
+    from loco_ext.foreign_checkpoints import read_checkpoint
+
+    weights = []
     try:
-        analysis = analyzing.analyze(checkpoints, weighting=weighting, eta_rule=eta_rule, stat=stat, c=c)
+        models = {str(path): read_checkpoint(path) for path in checkpoints}
+        for name, model in models.items():
+            try:
+                weights.append(conv_weights(model))
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from error
+        statistics = {name: locality_statistics(model, weighting=weighting) for name, model in models.items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            locality = estimate_locality(list(models.values()), c=c, eta_rule=eta_rule, stat=stat)
     except ValueError as error:
         raise UserError(str(error)) from error
+    notes = [str(warning.message) for warning in caught]
+    notes += [f"{name}: not in the statistics: {', '.join(s.skipped)}" for name, s in statistics.items() if s.skipped]
+    taps = {layer: torch.stack([each[layer].abs().mean((0, 1)) for each in weights]).mean(0) for layer in locality}
+    analysis = {
+        "options": {"weighting": weighting, "eta_rule": eta_rule, "stat": stat, "c": c},
+        **provenance(),
+        "statistics": {name: asdict(each) for name, each in statistics.items()},
+        "locality": locality,
+        "mean_abs_weight": {name: each.tolist() for name, each in taps.items()},
+        "notes": notes,
+    }
     make_writable(out)
-    with writing_to(out):
-        analyzing.save(analysis, out)
+    with writing_to(out), owned(out):
+        with replacing(out / "taps.png") as temporary, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
+            tap_figure(taps).savefig(temporary, format="png", dpi=150)
+        write_json(out / "analysis.json", analysis)
 
     def show() -> None:
-        analyzing.show(analysis)
+        console, labels = Console(), short_names(list(statistics))
+        console.print(statistics_table({labels[name]: each for name, each in statistics.items()}))
+        console.print(locality_table(locality, "Suggested factors of the decay by distance from the centre"))
+        for note in notes:
+            console.print(Text(one_line(note, _LONGEST_NOTE)))
         print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {one_line(str(out))}")
 
-    return Result(lambda: json_text(analysis.to_dict(), indent=2), show)
+    return Result(lambda: json_text(analysis, indent=2), show)
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the shortest unique ending of every path, without the file suffix.
+
+    >>> list(short_names(["runs/a/model.pt", "runs/b/model.pt", "runs/b/last.pt", "x/runs/b/model.pt"]).values())
+    ['a/model', 'runs/b/model.pt', 'last', 'x/runs/b/model']
+    """
+    names = {}
+    for path in paths:
+        parts = Path(path).with_suffix("").parts
+        ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        others = [str(Path(other).with_suffix("")) for other in paths if other != path]
+        names[path] = next((end for end in ends if not any(f"/{o}".endswith(f"/{end}") for o in others)), path)
+    return names

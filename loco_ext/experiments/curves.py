@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from loco_ext.experiments.figures import finish, write
 from loco_ext.experiments.train import Epoch
@@ -18,8 +17,5 @@ def save(history: Sequence[Epoch], path: Path) -> None:
         for samples in ("train", "test"):
             axes.plot(epochs, [getattr(epoch, f"{samples}_{what}") for epoch in history], marker=".", label=samples)
         axes.set(xlabel="epoch", title=what)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        finish(axes, "medium")
-        if what == "accuracy":
-            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        finish(axes, "medium", whole=True, percent=what == "accuracy")
     write(figure, path)

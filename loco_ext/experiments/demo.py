@@ -53,6 +53,14 @@ class DemoSettings:
         )
 
 
+class Training(NamedTuple):
+    """One of the two networks, the settings that trained it, and what is reported of it."""
+
+    model: nn.Module
+    settings: settings.Settings
+    network: demo_networks.DemoNetwork
+
+
 class DemoResults(NamedTuple):
     """The two networks, a third one with a given budget, and the second one after it was given unshared weights."""
 
@@ -72,27 +80,21 @@ def run(settings: DemoSettings, out: Path) -> DemoResults:
     Raises:
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
-    with owned(out):
-        samples = data.load("digits", None)
-        trainings = make_trainings(settings, samples)
-        networks = train_both(settings, samples, trainings)
-        with num_threads(1):
-            processes = Processes(torch.device(settings.device))
-            shrunk = demo_budget.shrink(trainings[0].model, samples, trainings[0].settings, processes)
-            _, model, _, setting = trainings[1]
-            lifted = lifting.lift(model, samples, setting, processes)
-        results = DemoResults(networks, shrunk, lifted)
-        _write(settings, trainings, results, out)
+    # With one thread, sums do not depend on the number of cores, and networks this small gain nothing from more.
+    with owned(out), num_threads(1):
+        samples, processes = data.load("digits", None), Processes(torch.device(settings.device))
+        trainings = train_both(settings, samples, processes)
+        ordinary, local = trainings
+        shrunk = demo_budget.shrink(ordinary.model, samples, ordinary.settings, processes)
+        lifted = lifting.lift(local.model, samples, local.settings, processes)
+        results = DemoResults([training.network for training in trainings], shrunk, lifted)
+        for training in trainings:
+            state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
+            save_checkpoint(out / f"{training.network.name}.pt", state)
+        sparsity.save(shrunk.network, out / "smaller", shrunk.report)
+        demo_networks.save_figure(results.networks, out / "demo.png")
+        write_json(out / "demo.json", to_dict(settings, results))
     return results
-
-
-def _write(settings: DemoSettings, trainings: list["Training"], results: DemoResults, out: Path) -> None:
-    for training in trainings:
-        state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
-        save_checkpoint(out / f"{training.name}.pt", state)
-    sparsity.save(results.shrunk.network, out / "smaller", results.shrunk.report)
-    demo_networks.save_figure(results.networks, out / "demo.png")
-    write_json(out / "demo.json", to_dict(settings, results))
 
 
 def print_tables(results: DemoResults) -> None:
@@ -113,39 +115,19 @@ def to_dict(settings: DemoSettings, results: DemoResults) -> dict[str, Any]:
     }
 
 
-class Training(NamedTuple):
-    """One of the two networks, with the optimizer and settings that train it."""
-
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    settings: settings.Settings
-
-
-def make_trainings(demo: DemoSettings, samples: data.Dataset) -> list[Training]:
-    """Return the two networks, equal but separate, each with its optimizer."""
-    uniform, local = demo.training(None), demo.training(demo.locality)
-    model = make_model(uniform, samples).to(demo.device)
-    other = copy.deepcopy(model)
-    groups = optim.parameter_groups(model, demo.weight_decay)
-    peer = torch.optim.SGD(groups, lr=demo.learning_rate, momentum=demo.momentum)
-    return [
-        Training("ordinary", model, peer, uniform),
-        Training("locality", other, make_optimizer(local, other), local),
-    ]
-
-
-def train_both(demo: DemoSettings, samples: data.Dataset, trainings: list[Training]) -> list[demo_networks.DemoNetwork]:
-    """Train the networks in place, one after the other, and describe each."""
-    # With one thread, sums do not depend on the number of cores, and a network this small gains nothing from more.
-    with num_threads(1):
-        return [_train(training, samples, demo) for training in trainings]
-
-
-def _train(training: Training, samples: data.Dataset, demo: DemoSettings) -> demo_networks.DemoNetwork:
-    processes = Processes(torch.device(demo.device))
-    _, model, optimizer, setting = training
-    history = train(model, optimizer, samples, setting, processes, label=training.name)
-    accuracies = [epoch.test_accuracy for epoch in history]
-    locality = (1.0, 1.0) if setting.locality is None else demo.locality
-    return demo_networks.describe(training.name, model, optimizer, locality, accuracies)
+def train_both(demo: DemoSettings, samples: data.Dataset, processes: Processes) -> list[Training]:
+    """Train the two networks, which begin equal, one after the other, and describe each."""
+    start = make_model(demo.training(None), samples).to(processes.device)
+    trainings = []
+    for name, locality in (("ordinary", None), ("locality", demo.locality)):
+        setting, model = demo.training(locality), copy.deepcopy(start)
+        if locality is None:
+            groups = optim.parameter_groups(model, demo.weight_decay)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=demo.learning_rate, momentum=demo.momentum)
+        else:
+            optimizer = make_optimizer(setting, model)
+        history = train(model, optimizer, samples, setting, processes, label=name)
+        accuracies = [epoch.test_accuracy for epoch in history]
+        network = demo_networks.describe(name, model, optimizer, locality or (1.0, 1.0), accuracies)
+        trainings.append(Training(model, setting, network))
+    return trainings

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -110,9 +109,7 @@ def _draw_accuracies(axes: Axes, networks: list[DemoNetwork]) -> None:
     # The first epochs start near chance; they are out of view so that the last ones can be told apart.
     largest_error = max(1 - network.accuracy for network in networks)
     axes.set(xlabel="epoch", ylim=(max(0.0, 1 - 6 * largest_error - 0.01), 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    finish(axes, "medium", loc="lower right")
+    finish(axes, "medium", whole=True, percent=True, loc="lower right")
 
 
 def _label(network: DemoNetwork) -> str:

@@ -8,7 +8,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 
 from loco_ext.experiments.efcn_settings import CNN
 from loco_ext.experiments.figures import finish, write
@@ -72,11 +71,12 @@ def landscape(record: Record) -> Figure:
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     accuracy, *others = figure.subplots(1, 3)
     for number, relax in enumerate(_relaxations(record)):
-        _draw_by_time(accuracy, record, relax, number, lambda b: b["epochs"][-1]["test_accuracy"], _title(relax))
+        _draw_by_time(accuracy, record, relax, number, _last(record, relax, "test_accuracy"), _title(relax))
         for axes, name in zip(others, ("gradient_norm", "top_eigenvalue"), strict=True):
             for when, line in (("before", "--"), ("after", "-")):
-                value = _getter(when, name)
-                _draw_by_time(axes, record, relax, number, value, f"{_title(relax)}, {when}", linestyle=line)
+                label = f"{_title(relax)}, {when}"
+                values = [branch[when].get(name) for branch in _branches(record, relax)]
+                _draw_by_time(axes, record, relax, number, values, label, linestyle=line)
     _draw_references(accuracy, record)
     accuracy.set(ylabel="final test accuracy")
     for axes, title in zip(others, ("norm of the gradient", "largest eigenvalue of the Hessian"), strict=True):
@@ -97,10 +97,9 @@ def deviations(record: Record) -> Figure:
     for row, name in zip(cells, ("delta_locality", "delta_sharing"), strict=True):
         for number, relax in enumerate(_relaxations(record)[1:]):
             branches = _branches(record, relax)
-            deltas = [branch["epochs"][-1][name] for branch in branches]
+            deltas, accuracies = _last(record, relax, name), _last(record, relax, "test_accuracy")
             times = [branch["switch_time"] for branch in branches]
             losses = [branch["start"]["train_loss"] for branch in branches]
-            accuracies = [branch["epochs"][-1]["test_accuracy"] for branch in branches]
             style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "", "label": _title(relax)}
             for axes, x, y in zip(row, (times, losses, deltas), (deltas, deltas, accuracies), strict=True):
                 axes.plot(_numbers(x), _numbers(y), **style)
@@ -119,38 +118,29 @@ def deviations(record: Record) -> Figure:
 
 def filters(branches: list[Record]) -> Figure:
     """Draw figure 5: a filter of the first layer, one row per switch time, one column per epoch of the branch."""
-    epochs = list(branches[0]["filters"])
-    figure = Figure(figsize=(2.6 * len(epochs) + 1, 2.6 * len(branches)), layout="constrained")
-    figure.suptitle(f"A filter of the first layer, {_title(branches[0]['relax'])}: ln |weight|")
-    cells = figure.subplots(len(branches), len(epochs), squeeze=False)
-    for row, branch in zip(cells, branches, strict=True):
-        for axes, epoch in zip(row, epochs, strict=True):
-            drawn = _draw_logarithm(axes, branch["filters"][epoch])
-            axes.set_title(f"from {branch['switch_time']}, after {epoch}", fontsize="small")
-            figure.colorbar(drawn, ax=axes, shrink=0.8)
-    return figure
+    rows = [
+        {f"from {branch['switch_time']}, after {epoch}": weights for epoch, weights in branch["filters"].items()}
+        for branch in branches
+    ]
+    title = f"A filter of the first layer, {_title(branches[0]['relax'])}: ln |weight|"
+    return _logarithms(title, rows, (2.6 * len(rows[0]) + 1, 2.6 * len(rows)))
 
 
 def fcn_filters(fcn: Record) -> Figure:
     """Draw figure 6: a filter of the standard fully connected network before and after training, and the difference."""
-    first, last = (np.array(fcn["filters"][epoch]) for epoch in _ends(fcn["filters"]))
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    figure.suptitle("A filter of the first layer, FCN from scratch: ln |weight|")
-    titles = ("at first", "trained", "the difference")
-    for axes, values, title in zip(figure.subplots(1, 3), (first, last, last - first), titles, strict=True):
-        figure.colorbar(_draw_logarithm(axes, values), ax=axes, shrink=0.8)
-        axes.set_title(title)
-    return figure
+    first, last = (np.array(fcn["filters"][min_or_max(fcn["filters"], key=int)]) for min_or_max in (min, max))
+    row = {"at first": first, "trained": last, "the difference": last - first}
+    return _logarithms("A filter of the first layer, FCN from scratch: ln |weight|", [row], (9, 3), "large")
 
 
 def masked(record: Record) -> Figure:
     """Draw figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
-    names = [relax for relax in _relaxations(record) if "local_accuracy" in _branches(record, relax)[0]["epochs"][-1]]
+    names = [relax for relax in _relaxations(record) if None not in _last(record, relax, "local_accuracy")]
     figure = Figure(figsize=(4.8 * len(names), 3.8), layout="constrained")
     for axes, relax in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         parts = {"all blocks": "test_accuracy", "local blocks": "local_accuracy", "others": "off_local_accuracy"}
         for number, (label, name) in enumerate(parts.items()):
-            _draw_by_time(axes, record, relax, number, lambda b, name=name: b["epochs"][-1][name], label)
+            _draw_by_time(axes, record, relax, number, _last(record, relax, name), label)
         axes.set(title=_title(relax), ylabel="final test accuracy", ylim=(0, 1))
         finish(axes, "x-small")
     return figure
@@ -158,13 +148,15 @@ def masked(record: Record) -> Figure:
 
 def corners(branches: list[Record]) -> Figure:
     """Draw figure 8: a corner of the first layer's weight matrix as it was lifted, and after training."""
-    figure = Figure(figsize=(8, 3.6 * len(branches)), layout="constrained")
-    figure.suptitle("First rows and columns of the first layer's matrix: ln |weight|")
-    for row, branch in zip(figure.subplots(len(branches), 2, squeeze=False), branches, strict=True):
-        for axes, values, when in zip(row, branch["corners"], ("lifted", "trained on"), strict=True):
-            figure.colorbar(_draw_logarithm(axes, values), ax=axes, shrink=0.8)
-            axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}, {when}", fontsize="small")
-    return figure
+    rows = [
+        {
+            f"{_title(branch['relax'])} from {branch['switch_time']}, {when}": values
+            for when, values in zip(("lifted", "trained on"), branch["corners"], strict=True)
+        }
+        for branch in branches
+    ]
+    title = "First rows and columns of the first layer's matrix: ln |weight|"
+    return _logarithms(title, rows, (8, 3.6 * len(rows)))
 
 
 def interpolations(branches: list[Record]) -> Figure:
@@ -196,20 +188,17 @@ def _branches(record: Record, relax: str) -> list[Record]:
     return [branch for branch in record["branches"] if branch["relax"] == relax]
 
 
+def _last(record: Record, relax: str, name: str) -> list[Any]:
+    """Return a figure of the last epoch of each branch of a relaxation; None where a network does not have it."""
+    return [branch["epochs"][-1].get(name) for branch in _branches(record, relax)]
+
+
 def _widest(branches: list[Record]) -> list[Record]:
     """Return at most MOST branches of the last relaxation, from the first switch time to the last."""
     branches = [branch for branch in branches if branch["relax"] == branches[-1]["relax"]]
     if len(branches) <= MOST:
         return branches
     return [branches[round(i * (len(branches) - 1) / (MOST - 1))] for i in range(MOST)]
-
-
-def _ends(pictures: dict[str, Any]) -> tuple[str, str]:
-    return min(pictures, key=int), max(pictures, key=int)
-
-
-def _getter(when: str, name: str) -> Any:
-    return lambda branch: branch[when].get(name)
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
@@ -227,12 +216,11 @@ def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:
 
 
 def _draw_by_time(
-    axes: Axes, record: Record, relax: str, number: int, value: Any, label: str, linestyle: str = ":"
+    axes: Axes, record: Record, relax: str, number: int, values: list[Any], label: str, linestyle: str = ":"
 ) -> None:
-    branches = _branches(record, relax)
-    times = [branch["switch_time"] for branch in branches]
+    times = [branch["switch_time"] for branch in _branches(record, relax)]
     line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
-    axes.plot(times, _numbers([value(branch) for branch in branches]), marker=MARKERS[number % len(MARKERS)], **line)
+    axes.plot(times, _numbers(values), marker=MARKERS[number % len(MARKERS)], **line)
     _scale_epochs(axes)
     axes.set(xlabel="switch time")
 
@@ -250,8 +238,15 @@ def _draw_references(axes: Axes, record: Record) -> None:
             axes.axhline(best, color="black", linewidth=1, linestyle=line, label=label)
 
 
-def _draw_logarithm(axes: Axes, values: Any) -> AxesImage:
-    """Draw log magnitudes of weights; those that are zero or missing stay white."""
-    sizes = np.abs(np.array(values, dtype=float))
-    axes.set(xticks=[], yticks=[])
-    return axes.imshow(np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0), cmap="viridis")
+def _logarithms(title: str, rows: list[dict[str, Any]], size: tuple[float, float], font: str = "small") -> Figure:
+    """Draw log magnitudes of weights by the title of each picture; those that are zero or missing stay white."""
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    for line, pictures in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
+        for axes, (name, values) in zip(line, pictures.items(), strict=True):
+            sizes = np.abs(np.array(values, dtype=float))
+            logarithms = np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0)
+            axes.set_title(name, fontsize=font)
+            axes.set(xticks=[], yticks=[])
+            figure.colorbar(axes.imshow(logarithms, cmap="viridis"), ax=axes, shrink=0.8)
+    return figure

@@ -7,8 +7,14 @@ import numpy as np
 from typer import Option
 
 from loco_ext.analysis.interpolation import STIFFNESS
-from loco_ext.experiments.settings import Settings, SettingsError, check_fields, experiment_preset
-from loco_ext.option_parsers import MOST, separated
+from loco_ext.experiments.settings import (
+    Settings,
+    SettingsError,
+    check_fields,
+    count_option,
+    experiment_preset,
+    list_option,
+)
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
 SNAPSHOTS = 20
@@ -25,27 +31,25 @@ class EfcnSettings:
     training: Settings
     switch_times: Annotated[
         tuple[int, ...],
-        Option(
-            "--switch",
-            parser=separated(int),
-            metavar="EPOCHS",
+        list_option(
+            int,
+            "EPOCHS",
             help="Epochs after which the network is lifted, ascending, such as 0,3,10,30; 0 is its initialisation.",
+            name="--switch",
         ),
     ]
     relaxations: Annotated[
         tuple[str, ...],
-        Option(
-            "--relax",
-            parser=separated(str),
-            metavar="HOW",
+        list_option(
+            str,
+            "HOW",
             help="How the network is lifted; several ways are separated by commas, such as lcn,2,full. lcn stops "
             "sharing weights between positions. A number also widens receptive fields by that many pixels on each "
             "side. full connects everything.",
+            name="--relax",
         ),
     ] = (FULL,)
-    branch_epochs: Annotated[
-        int, Option(min=1, max=MOST, help="Number of epochs for which each lifted network is trained.")
-    ] = 100
+    branch_epochs: Annotated[int, count_option(help="Number of epochs for which each lifted network is trained.")] = 100
     branch_learning_rate: Annotated[
         float, Option("--branch-lr", min=0, help="Learning rate of the lifted and fully connected networks.")
     ] = 0.01
@@ -59,11 +63,7 @@ class EfcnSettings:
     ] = 100
     landscape_samples: Annotated[
         int,
-        Option(
-            min=1,
-            max=MOST,
-            help="Number of training samples on which gradients, curvatures and interpolations are measured.",
-        ),
+        count_option(help="Number of training samples on which gradients, curvatures and interpolations are measured."),
     ] = 1000
     power_iterations: Annotated[
         int, Option(min=0, help="Maximum number of products with the Hessian; 0 skips the curvature.")

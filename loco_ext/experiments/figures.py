@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from loco_ext.output import replacing
 
@@ -129,8 +130,15 @@ def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]]
         figure.colorbar(scale, ax=axes, label="strength")
 
 
-def finish(axes: Axes, legend: str | None = None, **where: Any) -> None:
-    """Draw a faint grid, no frame at the top and on the right, and a legend in letters of this size, if any."""
+def finish(axes: Axes, legend: str | None = None, *, whole: bool = False, percent: bool = False, **where: Any) -> None:
+    """Draw a faint grid, no frame at the top and on the right, and a legend in letters of this size, if any.
+
+    ``whole``: the numbers below the horizontal axis are whole ones; ``percent``: those beside the other are in percent.
+    """
+    if whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if legend is not None:

@@ -36,11 +36,18 @@ from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import begin
 from loco_ext.experiments.settings import EFFECTS as TRAINING_EFFECTS
-from loco_ext.experiments.settings import Effects, Settings, SettingsError, check_fields
+from loco_ext.experiments.settings import (
+    Effects,
+    Settings,
+    SettingsError,
+    check_fields,
+    count_option,
+    list_option,
+)
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.fx.modules import put
-from loco_ext.option_parsers import MOST, separated
+from loco_ext.option_parsers import MOST
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
@@ -86,13 +93,13 @@ class FrontierSettings:
     refit_epochs: Annotated[
         int, Option(min=0, help="Number of epochs for which each compacted network is trained on; 0 skips this.")
     ] = 1
-    points: Annotated[int, Option(min=1, max=MOST, help="Number of strengths of the penalty.")] = 15
+    points: Annotated[int, count_option(help="Number of strengths of the penalty.")] = 15
     span: Annotated[float, Option(help="Ratio of the smallest to the largest strength.")] = 1e-4
     strengths: Annotated[
         tuple[float, ...] | None,
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
+        list_option(
+            float,
+            "NUMBERS",
             show_default="chosen by --points and --span",
             help="Strengths of the penalty, separated by commas. The method subgradient needs them.",
         ),
@@ -106,18 +113,12 @@ class FrontierSettings:
     ] = "dense"
     taus: Annotated[
         tuple[float, ...],
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
-            help="Thresholds of the method subgradient, separated by commas.",
-        ),
+        list_option(float, "NUMBERS", help="Thresholds of the method subgradient, separated by commas."),
     ] = (1e-4, 1e-3, 1e-2, 1e-1)
     widths: Annotated[
         tuple[float, ...],
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
-            help="Factors of the method width for all numbers of channels, separated by commas.",
+        list_option(
+            float, "NUMBERS", help="Factors of the method width for all numbers of channels, separated by commas."
         ),
     ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
     batch_norm: Annotated[
@@ -138,8 +139,8 @@ class FrontierSettings:
                 raise SettingsError(f"{name}: expected finite numbers, at least 0, got {values}")
         if not 0 < self.span <= 1:
             raise SettingsError(f"span: expected more than 0 and at most 1, got {self.span}")
-        if (self.training.penalty is None) != (self.method == "width"):
-            expected = "none with the method width" if self.method == "width" else "rings or kernels"
+        if (self.training.penalty is None) == self.penalises:
+            expected = "rings or kernels" if self.penalises else "none with the method width"
             raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
         if self.training.penalty == "complexity":  # a path begins where nothing is left; this penalty never gets there
             raise SettingsError("penalty: expected rings or kernels, got complexity")
@@ -149,8 +150,17 @@ class FrontierSettings:
             self.dense(width)
 
     @property
+    def penalises(self) -> bool:
+        """Return whether points are trained with a penalty."""
+        return self.method != "width"
+
+    @property
+    def trains_points(self) -> bool:
+        return self.penalises or self.refit_epochs > 0
+
+    @property
     def used_widths(self) -> tuple[float, ...]:
-        return self.widths if self.method == "width" else (self.training.width,)
+        return (self.training.width,) if self.penalises else self.widths
 
     def dense(self, width: float) -> Settings:
         """Return the settings of the training that a path starts from, of one epoch if there is none."""
@@ -171,41 +181,30 @@ class FrontierSettings:
         return replace(point, solver="subgradient" if self.method == "subgradient" else "prox")
 
 
-def _penalises(settings: FrontierSettings) -> bool:
-    return settings.method != "width"
-
-
-def _chooses_strengths(settings: FrontierSettings) -> bool:
-    return settings.method == "prox" and settings.strengths is None
-
-
-def _trains_first(settings: FrontierSettings) -> bool:
-    return settings.dense_epochs > 0
-
-
-def _trains_points(settings: FrontierSettings) -> bool:
-    return _penalises(settings) or settings.refit_epochs > 0
+def _of_training(has_effect: Callable[[Settings], object]) -> Callable[[FrontierSettings], object]:
+    return lambda settings: has_effect(settings.training)
 
 
 def _uses_sgd(settings: FrontierSettings) -> bool:
-    first = _trains_first(settings) and settings.dense_optimizer == "sgd"
-    return first or (_trains_points(settings) and settings.training.optimizer == "sgd")
-
-
-def _of_training(has_effect: Callable[[Settings], object]) -> Callable[[FrontierSettings], object]:
-    return lambda settings: has_effect(settings.training)
+    first = settings.dense_epochs > 0 and settings.dense_optimizer == "sgd"
+    return first or (settings.trains_points and settings.training.optimizer == "sgd")
 
 
 _WITH_PENALTY = "--method prox or subgradient"
 EFFECTS: Effects = {
     **{name: (_of_training(has_effect), needed) for name, (has_effect, needed) in TRAINING_EFFECTS.items()},
-    **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (_penalises, _WITH_PENALTY)),
-    **dict.fromkeys(("learning_rate", "optimizer"), (_trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")),
-    **dict.fromkeys(("points", "span"), (_chooses_strengths, "--method prox and without --strengths")),
-    "dense_learning_rate": (_trains_first, "at least 1 in --dense-epochs"),
+    **dict.fromkeys(("epochs", "path", "strengths", "weighting", "width"), (lambda s: s.penalises, _WITH_PENALTY)),
+    **dict.fromkeys(
+        ("learning_rate", "optimizer"), (lambda s: s.trains_points, f"{_WITH_PENALTY}, or with --refit-epochs")
+    ),
+    **dict.fromkeys(
+        ("points", "span"),
+        (lambda s: s.method == "prox" and s.strengths is None, "--method prox and without --strengths"),
+    ),
+    "dense_learning_rate": (lambda s: s.dense_epochs > 0, "at least 1 in --dense-epochs"),
     "momentum": (_uses_sgd, "--optimizer sgd or a first training (--dense-epochs)"),
-    "taus": (lambda settings: settings.method == "subgradient", "--method subgradient"),
-    "widths": (lambda settings: settings.method == "width", "--method width"),
+    "taus": (lambda s: s.method == "subgradient", "--method subgradient"),
+    "widths": (lambda s: s.method == "width", "--method width"),
 }
 
 
@@ -259,7 +258,6 @@ class _Path:
             self.run(dense, self.out / f"dense-{self.width:g}", model)
         if settings.batch_norm == "folded":
             fold(model)
-        penalised = settings.method != "width"
         try:
             return sparsity.frontier(
                 model,
@@ -267,7 +265,7 @@ class _Path:
                 self.evaluate,
                 settings.training.make_penalty() or sparsity.RingPenalty(0.0),
                 example_inputs=self.normalization(self.test.images[:LATENCY_BATCH]),
-                strengths=settings.strengths if penalised else (0.0,),
+                strengths=settings.strengths if settings.penalises else (0.0,),
                 points=settings.points,
                 span=settings.span,
                 loss=self.loss,
@@ -284,7 +282,7 @@ class _Path:
 
     def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
         """Train a point; for the method "width" there is nothing to train."""
-        if self.settings.method != "width":
+        if self.settings.penalises:
             self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")
 
     def refit(self, model: nn.Module, to_come: int) -> None:

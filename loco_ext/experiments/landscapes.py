@@ -36,7 +36,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered, rounded
+from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered, rounded, with_error
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
@@ -319,14 +319,7 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
     headers = ["arm", "accuracy", "TV", *FAMILIES, "ablation", "Lemma 1"]
     cells = []
     for arm, figures in record["arms"].items():
-        percents = [_cell(figures[name], 100, "{:.1f}") for name in ("accuracy", *FAMILIES)]
-        others = [_cell(figures[name], 1, "{:.2g}") for name in ("total_variation", "ablation", "spearman")]
+        percents = [with_error(figures[name], ".1f", 100) for name in ("accuracy", *FAMILIES)]
+        others = [with_error(figures[name], ".2g") for name in ("total_variation", "ablation", "spearman")]
         cells.append([arm, percents[0], others[0], *percents[1:], *others[1:]])
     return headers, cells
-
-
-def _cell(figure: Record, factor: float, form: str) -> str:
-    if figure["mean"] is None:
-        return ""
-    error = figure["standard_error"]
-    return form.format(factor * figure["mean"]) + ("" if error is None else f" ± {form.format(factor * error)}")

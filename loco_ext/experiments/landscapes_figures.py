@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -73,7 +72,7 @@ def training(arms: dict[str, list[Record]]) -> Figure:
         values = mean([network["test_accuracies"] for network in networks])
         axes.plot(range(1, len(values) + 1), values, marker=".", label=arm)
     axes.set(xlabel="epoch", ylabel="test accuracy")
-    _percent(axes)
+    finish(axes, "x-small", percent=True)
     return figure
 
 
@@ -88,7 +87,7 @@ def robustness(arms: dict[str, list[Record]]) -> Figure:
             corrupted = mean([each["accuracy"][name] for each in found for name in names])
             axes.plot(range(LEVELS + 1), [clean, *corrupted], marker=".", label=arm)
         axes.set(title=family, xlabel="level", xticks=range(LEVELS + 1))
-        _percent(axes)
+        finish(axes, "x-small", percent=True)
     return figure
 
 
@@ -102,7 +101,7 @@ def ablation(arms: dict[str, list[Record]]) -> Figure:
         values = mean([each["kept_probability"] for each in found])
         axes.plot(found[0]["shares"], values, marker=".", label=f"{arm} (area {area:.3f})")
     axes.set(xlabel="share of the pixels replaced, most relevant first", ylabel="share of the probability left")
-    _percent(axes)
+    finish(axes, "x-small", percent=True)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     return figure
 
@@ -110,8 +109,3 @@ def ablation(arms: dict[str, list[Record]]) -> Figure:
 def mean(values: list[Any]) -> Any:
     """Return the mean over the first axis as an array."""
     return np.array(values, dtype=float).mean(0)
-
-
-def _percent(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    finish(axes, "x-small")

@@ -6,8 +6,15 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from loco_ext.experiments.settings import Settings, SettingsError, check_fields, experiment_preset
-from loco_ext.option_parsers import MOST, separated
+from loco_ext.experiments.settings import (
+    Settings,
+    SettingsError,
+    check_fields,
+    count_option,
+    experiment_preset,
+    list_option,
+)
+from loco_ext.option_parsers import MOST
 
 PLAIN, TARGET, CURVATURE, NOISE, DECAY = "plain", "target", "curvature", "noise", "decay"
 KINDS = (TARGET, CURVATURE, NOISE, DECAY)
@@ -61,19 +68,19 @@ class LandscapesSettings:
     training: Settings
     arms: Annotated[
         tuple[str, ...],
-        Option(
-            parser=separated(str),
-            metavar="NAMES",
+        list_option(
+            str,
+            "NAMES",
             help="Ways to train, separated by commas, such as plain,target:10. target:ALPHA and curvature:ALPHA use "
             "PILCRO; noise:SIGMA adds noise to the images; decay:NUMBER changes the weight decay; plain does none of "
             "these.",
         ),
     ]
     seeds: Annotated[
-        int, Option(min=1, max=MOST, help="Number of networks for each way to train; their seeds begin at --seed.")
+        int, count_option(help="Number of networks for each way to train; their seeds begin at --seed.")
     ] = 1
     landscape_images: Annotated[
-        int, Option(min=1, max=MOST, help="Number of test images over which the importance landscape is averaged.")
+        int, count_option(help="Number of test images over which the importance landscape is averaged.")
     ] = 10_000
     corrupted_images: Annotated[
         int, Option(min=0, help="Number of test images to corrupt, in 15 ways at 5 levels each; 0 skips this.")
@@ -83,11 +90,7 @@ class LandscapesSettings:
     ] = 512
     baseline_images: Annotated[
         int,
-        Option(
-            min=1,
-            max=MOST,
-            help="Number of training images from which Integrated Gradients start; each takes one gradient.",
-        ),
+        count_option(help="Number of training images from which Integrated Gradients start; each takes one gradient."),
     ] = 1000
     resampled_inputs: Annotated[
         int,

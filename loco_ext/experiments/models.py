@@ -68,79 +68,73 @@ def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Seq
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, classes))
 
 
-def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """Build ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling."""
-    layers: list[nn.Module] = [*_convolution(in_channels, 64)]
-    channels = 64
-    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [BasicBlock(channels, width, stride), BasicBlock(width, width, 1)]
-        channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-
-
-def resnet50(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """Build ResNet-50 for small images: it begins with one 3x3 convolution, without a stride or a pooling."""
-    layers: list[nn.Module] = [*_convolution(in_channels, 64)]
-    channels = 64
-    for width, stride, blocks in ((64, 1, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3)):
-        for block in range(blocks):
-            layers.append(Bottleneck(channels, width, stride if block == 0 else 1))
-            channels = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-
-
-def cifar_resnet(
+def resnet(
     in_channels: int = 3,
     classes: int = 10,
     size: int = 32,
     *,
-    blocks: int = 3,
+    block: Callable[[int, int, int, int], tuple[nn.Module, ...]],
+    expansion: int = 1,
+    blocks: int | tuple[int, ...] = 3,
     width: float = 1.0,
     stages: tuple[int, ...] = (16, 32, 64),
     kernel_size: int = 3,
     stem: int | None = None,
-    padded: bool = False,
 ) -> nn.Sequential:
-    """Build a base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
+    """Build a convolution, stages of blocks that all but the first begin with a stride of 2, and one linear layer.
 
-    It has a 3x3 convolution, then three stages of ``blocks`` blocks of two convolutions with 16, 32 and 64 channels,
-    and one linear layer. The last two stages begin with a stride of 2.
+    Without further arguments it is a base architecture of the structured-sparsity draft, Table 2: a 3x3 convolution,
+    then three stages of three blocks of two convolutions with 16, 32 and 64 channels.
 
     Args:
         in_channels, classes, size: as for :func:`small_cnn`.
-        blocks: blocks per stage; the depth that the draft counts is ``6 * blocks + 2``.
+        block: makes the layers of a block of input channels, channels, first stride and kernel size.
+        expansion: times as many channels come out of a block.
+        blocks: blocks of each stage or of all; the depth that the draft counts is ``6 * blocks + 2``.
         width: factor on the numbers of channels.
         stages: channels of the stages before that factor.
         kernel_size: size of all kernels but those of shortcuts.
         stem: size of the first kernels, which for images as large as ImageNet's have a stride of 2 and a pooling behind
             them; with None, the first convolution is like the others.
-        padded: shortcuts where shapes change have no weights: every other pixel, and zeros in the new channels, which
-            is option A of He et al. (2015). Otherwise they are 1x1 convolutions.
     """
+    first, *_ = widths = [max(1, round(width * channels)) for channels in stages]
+    layers: list[nn.Module] = [*_convolution(in_channels, first, stem or kernel_size, 1 if stem is None else 2)]
+    layers += [] if stem is None else [nn.MaxPool2d(3, 2, padding=1)]
+    channels = first
+    for stage, wide in enumerate(widths):
+        for number in range(blocks if isinstance(blocks, int) else blocks[stage]):
+            layers += block(channels, wide, 2 if stage > 0 and number == 0 else 1, kernel_size)
+            channels = expansion * wide
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
-    def block(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
-        return (BasicBlock(channels, width, stride, kernel_size, padded=padded),)
 
-    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, stem, block)
+def plain_block(in_channels: int, width: int, stride: int, kernel_size: int) -> tuple[nn.Module, ...]:
+    """Return two convolutions without a shortcut."""
+    return *_convolution(in_channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
 
 
-def cifar_plain(
-    in_channels: int = 3,
-    classes: int = 10,
-    size: int = 32,
-    *,
-    blocks: int = 3,
-    width: float = 1.0,
-    stages: tuple[int, ...] = (16, 32, 64),
-    kernel_size: int = 3,
-    stem: int | None = None,
-) -> nn.Sequential:
-    """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts."""
+def basic_block(
+    in_channels: int, width: int, stride: int, kernel_size: int, *, padded: bool = False
+) -> tuple[nn.Module, ...]:
+    """Return two convolutions with a shortcut, which has no weights if it is ``padded``."""
+    layers = plain_block(in_channels, width, stride, kernel_size)
+    return (ResidualBlock(layers, in_channels, width, stride, padded=padded),)
 
-    def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
-        return *_convolution(channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
 
-    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, stem, pair)
+def bottleneck(in_channels: int, width: int, stride: int, kernel_size: int) -> tuple[nn.Module, ...]:
+    """Return a 1x1, a larger and a 1x1 convolution, the last four times as wide, with a shortcut."""
+    layers = (
+        *_convolution(in_channels, width, kernel_size=1),
+        *_convolution(width, width, kernel_size, stride),
+        *_convolution(width, 4 * width, kernel_size=1),
+    )
+    return (ResidualBlock(layers, in_channels, 4 * width, stride),)
+
+
+cifar_resnet = partial(resnet, block=basic_block)
+cifar_plain = partial(resnet, block=plain_block)
+resnet18 = partial(cifar_resnet, blocks=2, stages=(64, 128, 256, 512))
+resnet50 = partial(resnet, block=bottleneck, expansion=4, blocks=(3, 4, 6, 3), stages=(64, 128, 256, 512))
 
 
 def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
@@ -176,35 +170,36 @@ def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequ
     )
 
 
-class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut around them, which is a 1x1 convolution or padding where shapes change."""
+class ResidualBlock(nn.Module):
+    """Layers, the last of them a ReLU, and a shortcut around all others.
+
+    Where shapes change the shortcut is a 1x1 convolution or, if it is ``padded``, every ``stride``-th pixel and zeros
+    in the new channels, which is option A of He et al. (2015).
+    """
 
     def __init__(
-        self, in_channels: int, out_channels: int, stride: int, kernel_size: int = 3, *, padded: bool = False
+        self, layers: Iterable[nn.Module], in_channels: int, channels: int, stride: int, *, padded: bool = False
     ) -> None:
         super().__init__()
-        *first, last_norm, _ = (
-            *_convolution(in_channels, out_channels, kernel_size, stride),
-            *_convolution(out_channels, out_channels, kernel_size),
-        )
-        self.residual = nn.Sequential(*first, last_norm)
+        *residual, relu = layers
+        self.residual = nn.Sequential(*residual)
         self.shortcut: nn.Module = nn.Identity()
-        if padded and (stride != 1 or in_channels != out_channels):
-            self.shortcut = PaddedShortcut(out_channels - in_channels, stride)
-        elif stride != 1 or in_channels != out_channels:
+        if padded and (stride != 1 or in_channels != channels):
+            self.shortcut = PaddedShortcut(channels - in_channels, stride)
+        elif stride != 1 or in_channels != channels:
             # Average pooling of one pixel replaces the stride, because oneDNN's backward of a strided 1x1 convolution
             # of few channels writes out of bounds (uxlfoundation/oneDNN#6035).
             narrow = stride != 1 and in_channels < 16
-            *shortcut, _ = _convolution(in_channels, out_channels, kernel_size=1, stride=1 if narrow else stride)
+            *shortcut, _ = _convolution(in_channels, channels, kernel_size=1, stride=1 if narrow else stride)
             self.shortcut = nn.Sequential(*([nn.AvgPool2d(1, stride)] if narrow else []), *shortcut)
-        self.relu = nn.ReLU()
+        self.relu = relu
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.residual(x) + self.shortcut(x))
 
 
 class PaddedShortcut(nn.Module):
-    """Keep every ``stride``-th pixel and append ``more_channels`` channels of zeros: option A of He et al. (2015)."""
+    """Keep every ``stride``-th pixel and append ``more_channels`` channels of zeros."""
 
     def __init__(self, more_channels: int, stride: int) -> None:
         super().__init__()
@@ -212,30 +207,6 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.pad(self.pool(x), self.padding)
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, the last four times as wide, and a shortcut around them.
-
-    The shortcut is a 1x1 convolution where shapes change.
-    """
-
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        *layers, _ = (
-            *_convolution(in_channels, width, kernel_size=1),
-            *_convolution(width, width, stride=stride),
-            *_convolution(width, 4 * width, kernel_size=1),
-        )
-        self.residual = nn.Sequential(*layers)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != 4 * width:
-            *shortcut, _ = _convolution(in_channels, 4 * width, kernel_size=1, stride=stride)
-            self.shortcut = nn.Sequential(*shortcut)
-        self.relu = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.residual(x) + self.shortcut(x))
 
 
 class Model(NamedTuple):
@@ -249,7 +220,8 @@ class Model(NamedTuple):
     scalable: bool = False
 
 
-# The draft's Table 2.
+# Networks of the draft's Table 2: ResNets, and their plain twins without shortcuts.
+_padded = partial(resnet, block=partial(basic_block, padded=True))
 _SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}
 _IMAGENET: dict[int, Any] = {
     8: {"stages": (64, 128, 256), "blocks": 1, "stem": 7},
@@ -265,14 +237,11 @@ MODELS = {
     "plain20": Model(cifar_plain, 8, scalable=True),
     "resnet8": Model(partial(cifar_resnet, blocks=1), 8, scalable=True),
     "plain8": Model(partial(cifar_plain, blocks=1), 8, scalable=True),
-    "resnet20-a": Model(partial(cifar_resnet, padded=True), 8, scalable=True),
-    "resnet8-a": Model(partial(cifar_resnet, blocks=1, padded=True), 8, scalable=True),
-    "resnet20-5x5": Model(partial(cifar_resnet, **_SQUARE, padded=True), 8, scalable=True),
+    "resnet20-a": Model(_padded, 8, scalable=True),
+    "resnet8-a": Model(partial(_padded, blocks=1), 8, scalable=True),
+    "resnet20-5x5": Model(partial(_padded, **_SQUARE), 8, scalable=True),
     "plain20-5x5": Model(partial(cifar_plain, **_SQUARE), 8, scalable=True),
-    **{
-        f"resnet{d}-7x7": Model(partial(cifar_resnet, **a, padded=True), 32, scalable=True)
-        for d, a in _IMAGENET.items()
-    },
+    **{f"resnet{d}-7x7": Model(partial(_padded, **a), 32, scalable=True) for d, a in _IMAGENET.items()},
     **{f"plain{d}-7x7": Model(partial(cifar_plain, **a), 32, scalable=True) for d, a in _IMAGENET.items()},
     "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "vanilla": Model(vanilla_cnn, 28),
@@ -325,28 +294,6 @@ def _after_poolings(size: int) -> int:
     for _ in range(3):
         size = (size - 3) // 2 + 1
     return size
-
-
-def _cifar(
-    in_channels: int,
-    classes: int,
-    blocks: int,
-    width: float,
-    stages: tuple[int, ...],
-    kernel_size: int,
-    stem: int | None,
-    pair: Callable[[int, int, int], Iterable[nn.Module]],
-) -> nn.Sequential:
-    """Build the network; ``pair`` maps input channels, output channels and first stride to two convolutions."""
-    first, *_ = widths = [max(1, round(width * channels)) for channels in stages]
-    layers: list[nn.Module] = [*_convolution(in_channels, first, stem or kernel_size, 1 if stem is None else 2)]
-    layers += [] if stem is None else [nn.MaxPool2d(3, 2, padding=1)]
-    channels = first
-    for stage, wide in enumerate(widths):
-        for block in range(blocks):
-            layers += pair(channels, wide, 2 if stage > 0 and block == 0 else 1)
-            channels = wide
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 def _convolution(

@@ -97,3 +97,16 @@ def mean_and_error(values: Sequence[float | None]) -> Record:
         return {"mean": None, "standard_error": None}
     error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
     return {"mean": statistics.fmean(known), "standard_error": error}
+
+
+def with_error(found: Record, form: str, factor: float = 1, *, name: str = "mean", missing: str = "") -> str:
+    """Format a mean, or the figure of that ``name`` beside it, and its standard error, which a single seed has not.
+
+    >>> with_error({"mean": 0.5, "standard_error": 0.25, "difference": 0.125}, ".1f", 100)
+    '50.0 ± 25.0'
+    """
+    value, error = found.get(name), found.get("standard_error" if name == "mean" else f"{name}_standard_error")
+    if value is None:
+        return missing
+    shown = format(factor * value, form)
+    return shown if error is None else f"{shown} ± {format(factor * error, form.removeprefix('+'))}"

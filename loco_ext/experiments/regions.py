@@ -31,9 +31,9 @@ from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
 from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import SettingsError, check_choice, check_fields
+from loco_ext.experiments.settings import SettingsError, check_choice, check_fields, count_option, list_option
 from loco_ext.folders import owned
-from loco_ext.option_parsers import MOST, separated
+from loco_ext.option_parsers import MOST
 from loco_ext.output import cell, note, progress_bar, write_json
 from loco_ext.regularizers import ROLL, region_radius
 
@@ -69,38 +69,29 @@ class RegionsSettings:
         Literal["mnist", "digits"],
         Option("--dataset", help="Data set: mnist, whose idx files --data has; or digits, which need no files."),
     ] = "mnist"
-    epochs: Annotated[int, Option(min=1, max=MOST, help="Number of passes over the training samples.")] = 20
-    batch_size: Annotated[int, Option(min=1, max=MOST, help="Number of samples per step.")] = 64
+    epochs: Annotated[int, count_option(help="Number of passes over the training samples.")] = 20
+    batch_size: Annotated[int, count_option(help="Number of samples per step.")] = 64
     learning_rate: Annotated[float, Option("--lr", min=0, help="Learning rate of all epochs.")] = 0.01
     momentum: Annotated[float, Option(min=0, max=1, help="Nesterov momentum, less than 1.")] = 0.5
     layers: Annotated[int, Option(min=1, max=100, help="Number of hidden layers.")] = 4
-    units: Annotated[int, Option(min=1, max=MOST, help="Number of units in each hidden layer.")] = 300
+    units: Annotated[int, count_option(help="Number of units in each hidden layer.")] = 300
     strengths: Annotated[
-        tuple[float, ...],
-        Option(parser=separated(float), metavar="NUMBERS", help="Strengths of ROLL, called lambda in the paper."),
+        tuple[float, ...], list_option(float, "NUMBERS", help="Strengths of ROLL, called lambda in the paper.")
     ] = (0.25, 0.5, 1.0, 2.0, 4.0)
     hinges: Annotated[
         tuple[float, ...],
-        Option(
-            parser=separated(float),
-            metavar="NUMBERS",
-            help="Factors of the margin's part of the loss, called C in the paper.",
-        ),
+        list_option(float, "NUMBERS", help="Factors of the margin's part of the loss, called C in the paper."),
     ] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     percents: Annotated[
         tuple[str, ...],
-        Option(
-            parser=separated(str),
-            metavar="PERCENTS",
-            help="Percentages of units with the largest terms that ROLL counts, or max for one unit.",
+        list_option(
+            str, "PERCENTS", help="Percentages of units with the largest terms that ROLL counts, or max for one unit."
         ),
     ] = ("max", "25", "50", "75", "100")
     probes: Annotated[
         int, Option(min=0, max=MOST, help="Number of random probes of gradients in each step; 0 computes exact norms.")
     ] = 0
-    seeds: Annotated[
-        int, Option(min=1, max=MOST, help="Number of networks for each setting, with consecutive seeds.")
-    ] = 1
+    seeds: Annotated[int, count_option(help="Number of networks for each setting, with consecutive seeds.")] = 1
     seed: Annotated[int, Option(min=0, max=2**62, help="Seed of the first network of each setting.")] = 0
     toy: Annotated[
         bool, Option(help="Also draw the linear regions of three networks with two inputs, which takes half a minute.")

@@ -21,6 +21,21 @@ Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
 
 
+def count_option(**more: Any) -> Any:
+    """Return the option of a number of epochs, samples and the like, at least 1."""
+    return Option(min=1, max=MOST, **more)
+
+
+def share_option(help: str) -> Any:
+    """Return the option of the share of a network's cost that may remain."""
+    return Option(metavar="SHARE", show_default="no limit", help=help)
+
+
+def list_option(kind: Callable[[str], Any], metavar: str, *, name: str | None = None, **more: Any) -> Any:
+    """Return the option of values that are separated by commas; ``name`` is another than the field's."""
+    return Option(*filter(None, [name]), parser=separated(kind), metavar=metavar, **more)
+
+
 class SettingsError(UserError, ValueError):
     """Raised for an invalid setting; the message names it."""
 
@@ -108,9 +123,7 @@ class Settings:
     ] = FOLDER
     image_size: Annotated[
         int | None,
-        Option(
-            min=1,
-            max=MOST,
+        count_option(
             metavar="PIXELS",
             show_default=str(IMAGE_SIZE),
             help="Height and width to which the images of --dataset folder are resized and cropped.",
@@ -118,15 +131,9 @@ class Settings:
     ] = None
     epochs: Annotated[
         int,
-        Option(
-            min=1,
-            max=MOST,
-            help="Number of passes over the training samples. Milestones that are not given scale with it.",
-        ),
+        count_option(help="Number of passes over the training samples. Milestones that are not given scale with it."),
     ] = 250
-    batch_size: Annotated[
-        int, Option(min=1, max=MOST, help="Number of samples per step, over all processes together.")
-    ] = 128
+    batch_size: Annotated[int, count_option(help="Number of samples per step, over all processes together.")] = 128
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer of the training.")] = "sgd"
     learning_rate: Annotated[float, Option("--lr", help="Learning rate in the first epoch.")] = 0.1
     momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")] = 0.9
@@ -137,10 +144,8 @@ class Settings:
     ] = "steps"
     milestones: Annotated[
         tuple[int, ...],
-        Option(
-            parser=separated(int),
-            metavar="EPOCHS",
-            help="Epochs after which the learning rate falls, separated by commas, such as 70,140.",
+        list_option(
+            int, "EPOCHS", help="Epochs after which the learning rate falls, separated by commas, such as 70,140."
         ),
     ] = (70, 140, 190, 230, 245)
     factor: Annotated[float, Option(help="Factor by which the learning rate is multiplied after each milestone.")] = (
@@ -215,28 +220,19 @@ class Settings:
     ] = "prox"
     macs: Annotated[
         float | None,
-        Option(
-            metavar="SHARE",
-            show_default="no limit",
-            help="Share of the network's multiply-accumulates that may remain. Filters are removed between a tenth and "
-            "half of the training; afterwards, the command compact makes the small network.",
+        share_option(
+            "Share of the network's multiply-accumulates that may remain. Filters are removed between a tenth and "
+            "half of the training; afterwards, the command compact makes the small network."
         ),
     ] = None
     parameters: Annotated[
-        float | None,
-        Option(
-            metavar="SHARE",
-            show_default="no limit",
-            help="Share of the network's parameters that may remain; an alternative to --macs.",
-        ),
+        float | None, share_option("Share of the network's parameters that may remain; an alternative to --macs.")
     ] = None
     latency: Annotated[
         float | None,
-        Option(
-            metavar="SHARE",
-            show_default="no limit",
-            help="Share of the network's latency for one image, measured on this machine, that may remain; an "
-            "alternative to --macs.",
+        share_option(
+            "Share of the network's latency for one image, measured on this machine, that may remain; an "
+            "alternative to --macs."
         ),
     ] = None
     method: Annotated[
@@ -252,9 +248,7 @@ class Settings:
     ] = "rings"
     round_to: Annotated[
         int,
-        Option(
-            min=1,
-            max=MOST,
+        count_option(
             help="With --macs, --parameters or --latency, make all numbers of channels multiples of this number; 8 "
             "suits fast kernels.",
         ),

@@ -31,11 +31,12 @@ from loco_ext.experiments.settings import (
     budget_of,
     check_fields,
     check_temperature,
+    count_option,
     from_preset,
+    share_option,
 )
 from loco_ext.experiments.train import check_rounding, measure_accuracies
 from loco_ext.folders import check_results, owned
-from loco_ext.option_parsers import MOST
 from loco_ext.output import print_table, remove_leftovers, write_json
 from loco_ext.sparsity.budget.distillation import TEMPERATURE
 
@@ -60,32 +61,16 @@ KEPT = (
 class Shrinking:
     """Settings that say how small a network becomes and how it is trained on; exactly one budget is given."""
 
-    macs: Annotated[
-        float | None,
-        Option(
-            metavar="SHARE",
-            show_default="no limit",
-            help="Share of the network's multiply-accumulates that may remain.",
-        ),
-    ] = None
-    parameters: Annotated[
-        float | None,
-        Option(metavar="SHARE", show_default="no limit", help="Share of the network's parameters that may remain."),
-    ] = None
+    macs: Annotated[float | None, share_option("Share of the network's multiply-accumulates that may remain.")] = None
+    parameters: Annotated[float | None, share_option("Share of the network's parameters that may remain.")] = None
     latency: Annotated[
-        float | None,
-        Option(
-            metavar="SHARE",
-            show_default="no limit",
-            help="Share of the network's latency, measured on this machine, that may remain.",
-        ),
+        float | None, share_option("Share of the network's latency, measured on this machine, that may remain.")
     ] = None
     granularity: Annotated[
         Literal["rings", "filters"], Option(help="What is removed: whole filters, or also rings of their taps.")
     ] = "rings"
     round_to: Annotated[
-        int,
-        Option(min=1, max=MOST, help="Make all numbers of channels multiples of this number; 8 suits fast kernels."),
+        int, count_option(help="Make all numbers of channels multiples of this number; 8 suits fast kernels.")
     ] = 1
     importance: Annotated[
         Literal["taylor", "norm"],
@@ -93,7 +78,7 @@ class Shrinking:
             help="How importance is measured: taylor, by the effect on the training loss; norm, by the size of weights."
         ),
     ] = "taylor"
-    epochs: Annotated[int, Option(min=1, max=MOST, help="Number of passes over the training samples afterwards.")] = 10
+    epochs: Annotated[int, count_option(help="Number of passes over the training samples afterwards.")] = 10
     learning_rate: Annotated[
         float | None,
         Option(
@@ -115,9 +100,7 @@ class Shrinking:
     temperature: Annotated[
         float, Option(help="Temperature of --distillation that softens the outputs of both networks.")
     ] = TEMPERATURE
-    batch_size: Annotated[
-        int, Option(min=1, max=MOST, help="Number of images per batch for which speed is measured.")
-    ] = 64
+    batch_size: Annotated[int, count_option(help="Number of images per batch for which speed is measured.")] = 64
 
     def __post_init__(self) -> None:
         check_fields(self)

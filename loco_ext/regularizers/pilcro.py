@@ -1,22 +1,28 @@
-"""PILCRO: a regulariser that makes a classifier look at all parts of its images."""
+"""PILCRO: a regulariser that makes a classifier look at all parts of its images.
+
+With ``A = sum of w_m g_m^2`` over samples, the loss L depends on the parameters through the input gradients g and,
+in the exact expectation, through the probabilities in the weights w. With ``u = dL/dg`` and ``c = dL/dw`` constant, its
+gradient is that of ``<g, u> + <w, c>``. A landscape needs the gradients of all samples before the first u: all chunks
+but the last are computed a second time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loco_ext import ops
 from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed, check_tensor
 from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, check_target
 from loco_ext.reference.dtypes import compute_dtype
-from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters
+from loco_ext.regularizers.evaluation import check_images, check_logits, constant, measuring, trained_parameters
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
 from loco_ext.regularizers.landscape import make_stencil
-from loco_ext.regularizers.landscape_gradient import landscape_gradient
-from loco_ext.regularizers.routes import Route, double_backward
+from loco_ext.regularizers.routes import Gradients, Route, double_backward
 from loco_ext.regularizers.tangent import TangentRoute
 
 MODES = ("curvature", "target")
@@ -134,20 +140,52 @@ class PILCRO:
             return torch.zeros((), dtype=compute_dtype(x.dtype), device=x.device, requires_grad=True)
         inner = unwrapped(model)
         with measuring(inner, x.device):
-            loss, gradients = landscape_gradient(
-                inner,
-                parameters,
-                x,
-                stencil=self._stencil.to(x.device),
-                target=None if self.target is None else self.target.to(x.device),
-                factor=self._factor(x),
-                exact=self.expectation == "exact",
-                uniform=self._uniform(call, x),
-                chunk_size=self.chunk_size,
-                route=self._route,
-            )
+            loss, gradients = self._loss_and_gradients(inner, parameters, constant(x), self._uniform(call, x))
         self._calls += 1
         return _Loss.apply(loss, gradients, *parameters)
+
+    def _loss_and_gradients(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], x: Tensor, uniform: Tensor
+    ) -> tuple[Tensor, Gradients]:
+        """Return the loss and its gradient in each parameter, None where it is zero; ``uniform`` draws classes."""
+        restart, exact = _restart_rng(x.device), self.expectation == "exact"
+        chunks, draws = (part.split(self.chunk_size or len(x)) for part in (x, uniform))
+        count = 1
+        if exact:
+            restart()
+            with torch.no_grad():
+                logits = model(x[:1].clone())  # the model may write to its input
+            check_logits(logits, x[:1])
+            count = logits.shape[1]
+        pieces = [
+            (chunk, k if exact else None, draw) for chunk, draw in zip(chunks, draws, strict=True) for k in range(count)
+        ]
+        founds = []
+        for piece in pieces:
+            restart()
+            found, pull = self._route(model, parameters, *piece)
+            founds.append(found)
+        g = torch.cat([found.g for found in founds]).requires_grad_()
+        weights = torch.cat([f.probabilities if exact else torch.ones_like(f.probabilities) for f in founds])
+        weights = (weights / len(x)).requires_grad_()
+        target = None if self.target is None else self.target.to(x.device)
+        loss = ops.landscape(g, weights, self._stencil.to(x.device), target).loss * self._factor(x)
+        u, c = (part.split([len(found.g) for found in founds]) for part in torch.autograd.grad(loss, (g, weights)))
+        total: list[Tensor | None] = [None] * len(parameters)
+        _add(total, pull(u[-1]))
+        del pull
+        for (chunk, _k, draw), found, direction in zip(pieces[:-1], founds, u, strict=False):
+            restart()
+            _, pull = self._route(model, parameters, chunk, found.classes, draw)
+            _add(total, pull(direction))
+            del pull
+        if exact:
+            for i, chunk in enumerate(chunks):
+                restart()
+                by_class = torch.stack(c[i * count : (i + 1) * count], 1)  # [N, classes]
+                probable = (model(chunk.clone()).double().softmax(1) * by_class).sum() / len(x)
+                _add(total, torch.autograd.grad(probable, parameters, allow_unused=True))
+        return loss.detach(), total
 
     def _factor(self, x: Tensor) -> float:
         """Return the factor of the loss of images ``x``."""
@@ -169,6 +207,27 @@ class PILCRO:
         if not isinstance(state, Mapping) or "calls" not in state:
             raise TypeError(f"state: expected a mapping with the key 'calls', got {state!r}")
         self._calls = check_count("calls", state["calls"])
+
+
+def _add(total: list[Tensor | None], gradients: Gradients) -> None:
+    """Add gradients to ``total`` in place; None is zero."""
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            part = total[i]
+            total[i] = gradient.detach() if part is None else part.add_(gradient)
+
+
+def _restart_rng(device: torch.device) -> Callable[[], None]:
+    """Return a function that puts the RNG back, so that a model that draws numbers draws the same ones each time."""
+    state = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restart() -> None:
+        torch.set_rng_state(state)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+    return restart
 
 
 class _Loss(torch.autograd.Function):

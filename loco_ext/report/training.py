@@ -10,7 +10,6 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from loco_ext.analysis.tap_figure import tap_figure
@@ -98,10 +97,7 @@ def _curves(groups: Mapping[str, list[Run]], what: str) -> Plot:
                 axes.plot(range(1, len(mean) + 1), mean, label=name, linewidth=1.8, **style)
         handles.append((axes.lines[-1], label if len(runs) == 1 else f"{label} ({len(runs)} seeds)"))
     axes.set(xlabel="epoch", ylabel=what)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if what == "accuracy":
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-    finish(axes)
+    finish(axes, whole=True, percent=what == "accuracy")
     lines, names = zip(*handles, strict=True)
     figure.legend(lines, names, loc="outside lower left", frameon=False, fontsize="small")
     last = "; ".join(f"{label} {number(_values(runs[-1], f'test_{what}')[-1])}" for label, runs in groups.items())
@@ -183,8 +179,7 @@ def _sizes(run: Run, sizes: Sizes) -> Plot:
         axes.bar(range(1, len(sizes) + 1), heights, bottom=below, label=size, color=color)
         below += heights
     axes.set(xlabel="layer", ylabel="filters")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    finish(axes)
+    finish(axes, whole=True)
     figure.legend(loc="outside right upper", frameon=False, fontsize="small", title="size")
     rows = [[name, *(str(counts[size]) for size in order)] for name, counts in sizes.items()]
     total = sum(sizes.values(), Counter())

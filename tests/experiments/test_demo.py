@@ -18,6 +18,7 @@ from loco_ext.experiments import data, demo
 from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
+from tests.experiments.runs import CPU
 
 FILES = {".lock", "demo.json", "demo.png", "ordinary.pt", "locality.pt", "smaller"}
 
@@ -96,9 +97,8 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 def trained(**settings):
     """Train the two networks, without compaction; return their state dicts and the report on them."""
     samples, chosen = data.load("digits", None), demo.DemoSettings(seed=0, device="cpu", **settings)
-    trainings = demo.make_trainings(chosen, samples)
-    networks = demo.train_both(chosen, samples, trainings)
-    return [training.model.state_dict() for training in trainings], networks
+    trainings = demo.train_both(chosen, samples, CPU)
+    return [training.model.state_dict() for training in trainings], [training.network for training in trainings]
 
 
 def test_locality_moves_weight_from_the_corners_to_the_centre():
