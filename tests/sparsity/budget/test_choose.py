@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from loco_ext.sparsity.budget.choose import Floats, LayerChoices, SizeProblem, Sizes
+from loco_ext.sparsity.budget.layer_time import LayerTime
 from tests.covering import slow
 
 RNG = np.random.default_rng
@@ -63,6 +65,19 @@ def pairs(seed: int) -> SizeProblem:
     edges = [(1.0, stream, image), (0.5, inner, stream), (0.5, stream, inner), (0.2, output, stream)]
     layers = [LayerChoices(unit, taps, lost(rng, len(own))[:, [0, 3]], own, reads) for unit, own, reads in edges]
     return SizeProblem(layers, np.arange(12) == 0, np.zeros(12), round_to=2)
+
+
+def steps(seed: int) -> SizeProblem:
+    """Return the chain with a residual sum of :func:`pairs` with times, in which filters run by twos."""
+    plain = pairs(seed)
+    layers = [replace(a, time=time_of(a.unit, len(a.reads), len(a.writes)), least=1) for a in plain.layers]
+    return SizeProblem(layers, plain.fixed, plain.class_costs)
+
+
+def time_of(unit: float, width: int, count: int) -> LayerTime:
+    """Return times in proportion to one more than the input channels, and to pairs of filters."""
+    inputs, filters = np.linspace(1, width, 4), np.minimum(2 * np.arange(1, 9), count)
+    return LayerTime(inputs, filters, unit * (inputs[:, None] + 1.0) * ((filters + 1) // 2))
 
 
 def every(problem: SizeProblem) -> Iterator[Sizes]:
@@ -146,6 +161,37 @@ def test_numbers_of_channels_are_rounded_and_no_exchange_between_layers_is_bette
         assert all(problem.lost(s) >= least for s in near)
         best += all(problem.lost(s) >= least for s in allowed)
     assert best >= len(tried) - 1
+
+
+def test_a_budget_of_time_is_met_by_numbers_of_channels_that_run_together() -> None:
+    """The numbers of channels lose little more than the best ones, which are found by trying all."""
+    best, tried = 0, list(itertools.product(range(4), (0.3, 0.5, 0.7)))
+    for seed, share in tried:
+        problem = steps(seed)
+        units = [layer.unit for layer in problem.layers]
+
+        def cost(stream: int, inner: int, output: int, units: list[float] = units) -> float:
+            edges = ((stream, 1), (inner, stream), (stream, inner), (output, stream))
+            return sum(u * (inputs + 1) * -(-count // 2) for u, (count, inputs) in zip(units, edges, strict=True))
+
+        def counts(sizes: Sizes) -> list[int]:
+            return [int((sizes[i] == 0).sum()) for i in (0, 1, 3)]
+
+        budget = share * cost(5, 4, 2)
+        least = np.inf
+        for some in itertools.product(range(1, 6), range(1, 5), range(1, 3)):
+            sizes = problem.whole()
+            for blocks, count in zip(((0, 2), (1,), (3,)), some, strict=True):
+                values = sum(problem.layers[i].lost[:, 1] for i in blocks)
+                for i in blocks:
+                    sizes[i][np.argsort(-values)[count:]] = 1
+            assert problem.cost(sizes) == pytest.approx(cost(*some))
+            least = problem.lost(sizes) if cost(*some) <= budget and problem.lost(sizes) < least else least
+        found = problem.within(budget)
+        assert cost(*counts(found)) <= budget
+        assert problem.lost(found) <= 1.2 * least
+        best += problem.lost(found) <= least * (1 + 1e-9)
+    assert best > len(tried) / 2
 
 
 def test_a_budget_of_everything_removes_nothing() -> None:
