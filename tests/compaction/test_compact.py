@@ -92,7 +92,7 @@ def test_a_filter_of_one_tap_reads_the_right_place(mode: str, stride: int, kept:
 
 
 def test_a_block_that_adds_nothing_becomes_the_identity_and_a_channel_goes_if_every_writer_is_dead() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), models.BasicBlock(4, 4, 1), nn.Conv2d(4, 2, 1)).double().eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *models.basic_block(4, 4, 1, 3), nn.Conv2d(4, 2, 1)).double().eval()
     x, last = torch.randn(2, 3, 5, 5).double(), model[1].residual[3].weight
     with torch.no_grad():
         model[0].weight[1], model[0].bias[1] = 0, 0
