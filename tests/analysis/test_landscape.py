@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,13 +189,6 @@ def test_bad_arguments_are_named(change, error, said):
     if change.keys() <= {"model", "data"}:
         with pytest.raises(error, match=said):
             analysis.gradient_norm(**arguments)
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.analysis.classifiers import F64, MEASURES, images, network
@@ -107,13 +106,6 @@ def test_compiled_models_and_hooks_of_parameters_change_no_measure():
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
     for each in (model, torch.compile(model, backend="aot_eager")):
         assert [measure(each, x, targets) for measure in measures] == expected
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

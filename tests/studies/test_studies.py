@@ -202,6 +202,20 @@ def test_a_network_that_was_shrunk_to_a_latency_is_kept_and_may_be_trained_elsew
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
 
 
+def test_a_budget_of_latency_is_that_of_fewer_channels_for_as_many_images_as_are_timed(tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40, TIMED={1: "1 image", 3: "3 images"})
+    study = budget_cifar10.Study(budget_cifar10.load("cifar10", tmp_path).first(40), tmp_path, "resnet8", 2)
+    monkeypatch.setattr(budget_cifar10.Study, "latency_budget", lambda self, narrow, dense: 0.7)
+    given = {}
+    monkeypatch.setattr("loco_ext.experiments.train.Budget", lambda *arguments, **options: given.update(options))
+    budget_cifar10.gradually_as_fast(study, 0, 0.5)
+    assert given["latency"] == 0.7
+    assert given["granularity"] == "filters"
+    assert len(given["example_inputs"]) == 3
+    with pytest.raises(ValueError, match="device: expected the CPU"):
+        budget_cifar10.gradually_as_fast(replace(study, device=torch.device("meta")), 0, 0.5)
+
+
 def test_unknown_ways_are_refused(tmp_path, monkeypatch):
     few_images(monkeypatch, budget_cifar10, 40)
     options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "seeds": 1, "time": False, "out": None}

@@ -253,12 +253,12 @@ class SizeProblem:
         order, forced = self._order(block, gone - keep)
         gone = np.where(np.isfinite(gone), gone, 0.0)  # those that must stay are before all that may go
         if self._times is not None:
-            worse = self._worse(block, order, best, lost - gone, stays, totals, price)
+            objectives = self._objectives(block, order, best, lost - gone, stays, totals, price)
         else:
-            worse = _sums(keep[order] - gone[order])
+            objectives = _sums(keep[order] - gone[order])
         counts = np.arange(len(order) + 1)
         allowed = (counts >= forced) & ((counts % self.round_to == 0) | (counts == len(order)))
-        count = counts[allowed][worse[allowed].argmin()]
+        count = counts[allowed][objectives[allowed].argmin()]
         stays[order[:count]], stays[order[count:]] = True, False
         for i in block:
             layer = self.layers[i]
@@ -281,7 +281,7 @@ class SizeProblem:
         order = written[np.lexsort((-gains[written], ~forced[written]))]
         return order, int(forced[written].sum())
 
-    def _worse(
+    def _objectives(
         self,
         block: list[int],
         order: Integers,
