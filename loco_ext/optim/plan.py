@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
-from loco_ext.geometry.attached_pattern import pattern_of
+from loco_ext.geometry.attached_pattern import attached_pattern, pattern_of
 from loco_ext.ops import backend
 from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.penalties import LayerPenalty, OfStep
@@ -72,9 +72,11 @@ class StepPlan:
     fake_mode: object
 
     def __post_init__(self) -> None:
-        # The block patterns of weights with as many dimensions as those of locally connected layers.
+        # For weights with as many dimensions as those of locally connected layers, what is attached and the pattern.
         self.patterns = [
-            (p, pattern_of(p)) for p, shape in zip(self.params, self.shapes, strict=False) if len(shape) == 4
+            (p, attached_pattern(p), pattern_of(p))
+            for p, shape in zip(self.params, self.shapes, strict=False)
+            if len(shape) == 4
         ]
         self.preparations = [penalty.prepare for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
@@ -86,7 +88,13 @@ class StepPlan:
         """Return whether the plan is still valid if the parameters' shapes are those that it was made from."""
         same = self.fake_mode is _fake_mode() and [group.get(key) for key in _OPTIONS] == self.options
         same = same and same_objects(group["params"], self.params)
-        return same and all([pattern_of(p) is pattern for p, pattern in self.patterns])
+        # A plan made under a transform from what is attached to the tensor that the transform was given fits no group.
+        return same and all(
+            [
+                attached_pattern(p) is shared and (None if shared is None else shared.pattern) is pattern
+                for p, shared, pattern in self.patterns
+            ]
+        )
 
     def map_of(self, index: int) -> Tensor | None:
         """Return the decay map of a parameter, None for uniform decay."""

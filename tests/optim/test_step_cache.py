@@ -345,12 +345,11 @@ def test_another_pattern_of_as_many_blocks_has_its_own_map():
     whole = BlockPattern.from_conv(4, kernel_size=3, padding=1)
     first_pattern, second_pattern = (whole.prune(torch.arange(whole.nnz) != i)[0] for i in (0, 1))
     weights = [nn.Parameter(torch.ones(whole.nnz - 1, 1, 1, 1)) for _ in range(2)]
-    for weight in weights:
-        attach_pattern(weight, first_pattern)
     cached, anew = (optim.SGD([w], lr=0.1, weight_decay=1.0, locality=(0.5, 2.0)) for w in weights)
-    for pattern in (first_pattern, first_pattern, second_pattern, second_pattern):
+    for pattern in (None, None, None, first_pattern, first_pattern, second_pattern, second_pattern):
         for weight in weights:
-            attach_pattern(weight, pattern)
+            if pattern is not None:
+                attach_pattern(weight, pattern)
             weight.grad = torch.ones_like(weight)
         step_and_compare(cached, anew)
 
