@@ -4,6 +4,10 @@
 // torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+#include <vector>
 
 #include "common/capability.h"
 #include "common/same_tensors.h"
@@ -35,12 +39,15 @@ const DLPackExchangeAPI* exchange_api() {
 void define_same_tensors(pybind11::module_& module) {
   namespace py = pybind11;
   py::class_<loco::SameTensors>(module, "SameTensors")
-      .def(py::init([](py::object params, py::object states, py::object names) {
-        return new loco::SameTensors(exchange_api(), params.ptr(), states.ptr(), names.ptr());
-      }))
-      .def("find", [](const loco::SameTensors& self, py::object params, py::object states, py::object names) {
-        return py::reinterpret_steal<py::object>(self.find(params.ptr(), states.ptr(), names.ptr()));
-      });
+      .def(py::init(
+          [](py::object params, py::object state, py::object owners, std::vector<size_t> places, py::object names) {
+            return new loco::SameTensors(exchange_api(), params.ptr(), state.ptr(), owners.ptr(), std::move(places),
+                                         names.ptr());
+          }))
+      .def("find",
+           [](const loco::SameTensors& self, py::object params, py::object state, py::object owners, py::object names) {
+             return py::reinterpret_steal<py::object>(self.find(params.ptr(), state.ptr(), owners.ptr(), names.ptr()));
+           });
 }
 
 }  // namespace

@@ -10,17 +10,31 @@ class SameTensors:
 
     Args:
         params: a list of tensors.
-        states: a list of a dict for each, or an empty list.
-        names: a tuple of the keys of the dicts' tensors.
+        state: an optimizer's dict of a dict of states for each parameter.
+        owners: a list of the keys of ``state``.
+        places: for each parameter, the place of its states in ``state``, or empty if there are none.
+        names: a tuple of the keys of the states.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]], names: tuple[str, ...]
+        self,
+        params: Sequence[Tensor],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        owners: Sequence[Tensor],
+        places: Sequence[int],
+        names: tuple[str, ...],
     ) -> None: ...
     def find(
-        self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]], names: tuple[str, ...]
+        self,
+        params: Sequence[Tensor],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        owners: Sequence[Tensor],
+        names: tuple[str, ...],
     ) -> list[Tensor] | None:
-        """Return the tensors, each parameter before its states, or None unless all lie where those did."""
+        """Return the tensors, each parameter before its states, or None unless all lie where those did.
+
+        None also if ``state`` has other keys than ``owners``, or in another order.
+        """
 
 def build_info() -> dict[str, str]:
     """The compiler, and the instruction set that the kernels were chosen for on this machine."""

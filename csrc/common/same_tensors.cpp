@@ -5,43 +5,37 @@
 #include "common/same_tensors.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace loco {
 namespace {
 
-// Calls visit(tensor) for each parameter and its states; returns false at the first that is missing or returns false.
-template <class Visit>
-bool for_tensors(PyObject* params, PyObject* states, PyObject* names, const Visit& visit) {
-  if (!PyList_Check(params) || !PyList_Check(states) || !PyTuple_Check(names)) return false;
-  const bool has_states = PyList_GET_SIZE(states) > 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-    if (!visit(PyList_GET_ITEM(params, i))) return false;
-    if (!has_states) continue;
-    if (i >= PyList_GET_SIZE(states)) return false;
-    PyObject* const state = PyList_GET_ITEM(states, i);
-    if (!PyDict_Check(state)) return false;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
-      PyObject* const tensor = PyDict_GetItemWithError(state, PyTuple_GET_ITEM(names, k));
-      if (tensor == nullptr || !visit(tensor)) return false;
-    }
+// Appends the values of a dict; returns false unless its keys are the owners, in the same order.
+bool read_values(PyObject* dict, PyObject* owners, std::vector<PyObject*>& values) {
+  if (!PyDict_Check(dict) || !PyList_Check(owners) || PyDict_Size(dict) != PyList_GET_SIZE(owners)) return false;
+  PyObject *key, *value;
+  for (Py_ssize_t at = 0, i = 0; PyDict_Next(dict, &at, &key, &value); ++i) {
+    if (key != PyList_GET_ITEM(owners, i)) return false;
+    values.push_back(value);
   }
   return true;
 }
 
 }  // namespace
 
-SameTensors::SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObject* states, PyObject* names)
-    : api_(api) {
-  complete_ = for_tensors(params, states, names, [&](PyObject* tensor) { return remember(tensor); });
+SameTensors::SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObject* state, PyObject* owners,
+                         std::vector<size_t> places, PyObject* names)
+    : api_(api), places_(std::move(places)) {
+  complete_ = for_tensors(params, state, owners, names, [&](PyObject* tensor) { return remember(tensor); });
 }
 
-PyObject* SameTensors::find(PyObject* params, PyObject* states, PyObject* names) const {
+PyObject* SameTensors::find(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const {
   if (!complete_) Py_RETURN_NONE;
   PyObject* const list = PyList_New(static_cast<Py_ssize_t>(known_.size()));
   if (list == nullptr) return nullptr;
   size_t index = 0;
   const int64_t* extents = extents_.data();
-  const bool same = for_tensors(params, states, names, [&](PyObject* tensor) {
+  const bool same = for_tensors(params, state, owners, names, [&](PyObject* tensor) {
     const size_t at = index;
     if (!is_same(tensor, index, extents)) return false;
     Py_INCREF(tensor);
@@ -51,6 +45,26 @@ PyObject* SameTensors::find(PyObject* params, PyObject* states, PyObject* names)
   if (same && index == known_.size()) return list;
   Py_DECREF(list);
   Py_RETURN_NONE;
+}
+
+// Calls visit(tensor) for each parameter and its states; returns false at the first that is missing or returns false.
+template <class Visit>
+bool SameTensors::for_tensors(PyObject* params, PyObject* state, PyObject* owners, PyObject* names,
+                              const Visit& visit) const {
+  std::vector<PyObject*> states;
+  if (!PyList_Check(params) || !PyTuple_Check(names) || !read_values(state, owners, states)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+    if (!visit(PyList_GET_ITEM(params, i))) return false;
+    if (places_.empty()) continue;
+    if (static_cast<size_t>(i) >= places_.size() || places_[i] >= states.size()) return false;
+    PyObject* const of_param = states[places_[i]];
+    if (!PyDict_Check(of_param)) return false;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
+      PyObject* const tensor = PyDict_GetItemWithError(of_param, PyTuple_GET_ITEM(names, k));
+      if (tensor == nullptr || !visit(tensor)) return false;
+    }
+  }
+  return true;
 }
 
 // Returns false for what is no tensor with memory, such as a fake tensor.

@@ -233,7 +233,7 @@ class LocalityOptimizer(Optimizer):
             self._collected = [param for batch in batches for param in batch.params]
             # A cache that no next step fits would be made in vain: other parameters may have gradients in each step.
             if same_objects(self._collected, before) and StepCache.possible(plans, batches):
-                self._cache = StepCache(plans, [CachedBatch(batch, self.state) for batch in batches], self.state)
+                self._cache = StepCache(plans, [CachedBatch(batch, self.state) for batch in batches])
 
     def _collect(self, plans: list[StepPlan]) -> list[Batch]:
         """Return the parameters of all groups that the fused step serves; groups of the same key share a batch."""

@@ -45,10 +45,11 @@ class CachedBatch:
         self._names = tuple(args.states_by_name())
         self.hyper = np.zeros(args.hyper.shape)  # to be filled for each step
         args.hyper, args.first = torch.from_numpy(self.hyper), []
+        self._owners = list(state)
         places = dict(zip(map(id, state), range(len(state)), strict=True))
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
         self._cached: tuple[Any, Any] | None = None  # the addresses of a cached step's tensors, and the step
-        self._states: list[dict[str, Any]] = []
+        self._state: States = {}
         self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the cached step
 
     def expect_shapes(self) -> None:
@@ -56,8 +57,8 @@ class CachedBatch:
         numbers = [number for param in self.args.params for number in (param.dim(), *param.shape)]
         self.args.shapes = torch.from_numpy(np.array(numbers, dtype=np.float64))
 
-    def fill(self, owned: list[dict[str, Any]]) -> bool:
-        """Give ``args`` their gradients and states; return False if something is missing. ``owned``: of all params."""
+    def fill(self, state: States) -> bool:
+        """Give ``args`` their gradients and states; return False if something is missing."""
         args = self.args
         if args.params[0].device != self.device or (args.penalties and not _within_kernels(args)):
             return False
@@ -65,15 +66,19 @@ class CachedBatch:
         if len(grads) != len(args.params):
             return False
         args.grads = grads
-        self._states = [owned[place] for place in self._places]
+        self._state = state
         if self._cached is not None:
-            self._written = self._cached[0].find(args.params, self._states, self._names)
+            self._written = self._cached[0].find(args.params, state, self._owners, self._names)
         return self._written is not None or self._collect_states()
 
     def _collect_states(self) -> bool:
         """Give ``args`` their states; return False if one is missing."""
+        if not same_objects(self._state, self._owners):
+            return False
+        owned = list(self._state.values())
+        states = [owned[place] for place in self._places]
         try:
-            lists = [[tensors[name] for tensors in self._states] for name in self._names]
+            lists = [[tensors[name] for tensors in states] for name in self._names]
         except KeyError:
             return False
         self.args.steps = lists.pop() if self.args.rule.counts_steps else []
@@ -97,7 +102,8 @@ class CachedBatch:
                 run_step(replace(self.args, found_inf=torch.ones((), device=self.device)))
             else:
                 cached = run_and_cache(self._chosen, self.args)
-                self._cached = _SameTensors(self.args.params, self._states, self._names), cached
+                addresses = _SameTensors(self.args.params, self._state, self._owners, self._places, self._names)
+                self._cached = addresses, cached
         except Exception:
             self._collect_states()
             if _accepted(self.args):
@@ -108,7 +114,7 @@ class CachedBatch:
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
         self.args.grads, self.args.states, self.args.steps = [], [], []
-        self._states, self._written = [], None
+        self._state, self._written = {}, None
 
 
 class StepCache:
@@ -117,17 +123,15 @@ class StepCache:
     Args:
         plans: the plans of all groups.
         batches: the calls.
-        state: the optimizer's state.
     """
 
-    def __init__(self, plans: list[StepPlan], batches: list[CachedBatch], state: States) -> None:
+    def __init__(self, plans: list[StepPlan], batches: list[CachedBatch]) -> None:
         self.batches, self._plans, self._forced = batches, plans, backends.forced()
         if any(plan.shapes for plan in plans):
             for batch in batches:
                 batch.expect_shapes()
         stepped = {id(param) for batch in batches for param in batch.args.params}
         self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
-        self._owners = list(state)
         self.forget()
 
     @staticmethod
@@ -145,12 +149,9 @@ class StepCache:
             return False
         if not all(map(StepPlan.fits_but_for_shapes, plans, groups)):
             return False
-        if not same_objects(state, self._owners):
-            return False
         if any([param.grad is not None for param in self._without_grad]):
             return False
-        owned = list(state.values())
-        return all([batch.fill(owned) for batch in self.batches])
+        return all([batch.fill(state) for batch in self.batches])
 
     def step(self) -> bool:
         """Make the step with the filled arguments; return False, with nothing written, if an operator refuses it."""
