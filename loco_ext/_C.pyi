@@ -24,14 +24,14 @@ class SameTensors:
         places: Sequence[int],
         names: tuple[str, ...],
     ) -> None: ...
-    def find(
+    def gradients(
         self,
         params: Sequence[Tensor],
         state: Mapping[Tensor, Mapping[str, Any]],
         owners: Sequence[Tensor],
         names: tuple[str, ...],
     ) -> list[Tensor] | None:
-        """Return the tensors, each parameter before its states, or None unless all lie where those did.
+        """Return the parameters' gradients, or None unless all have one and all tensors lie where those did.
 
         None also if ``state`` has other keys than ``owners``, or in another order.
         """

@@ -29,22 +29,29 @@ SameTensors::SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObjec
   complete_ = for_tensors(params, state, owners, names, [&](PyObject* tensor) { return remember(tensor); });
 }
 
-PyObject* SameTensors::find(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const {
-  if (!complete_) Py_RETURN_NONE;
-  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(known_.size()));
-  if (list == nullptr) return nullptr;
+PyObject* SameTensors::gradients(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const {
+  static PyObject* const grad = PyUnicode_InternFromString("grad");
+  if (!are_same(params, state, owners, names)) Py_RETURN_NONE;
+  PyObject* const list = PyList_New(PyList_GET_SIZE(params));
+  for (Py_ssize_t i = 0; list != nullptr && i < PyList_GET_SIZE(params); ++i) {
+    PyObject* const found = PyObject_GetAttr(PyList_GET_ITEM(params, i), grad);
+    if (found == nullptr || found == Py_None) {
+      Py_XDECREF(found);
+      Py_DECREF(list);
+      if (found == nullptr) return nullptr;
+      Py_RETURN_NONE;
+    }
+    PyList_SET_ITEM(list, i, found);
+  }
+  return list;
+}
+
+bool SameTensors::are_same(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const {
   size_t index = 0;
   const int64_t* extents = extents_.data();
-  const bool same = for_tensors(params, state, owners, names, [&](PyObject* tensor) {
-    const size_t at = index;
-    if (!is_same(tensor, index, extents)) return false;
-    Py_INCREF(tensor);
-    PyList_SET_ITEM(list, at, tensor);
-    return true;
-  });
-  if (same && index == known_.size()) return list;
-  Py_DECREF(list);
-  Py_RETURN_NONE;
+  return complete_ &&
+         for_tensors(params, state, owners, names, [&](PyObject* tensor) { return is_same(tensor, index, extents); }) &&
+         index == known_.size();
 }
 
 // Calls visit(tensor) for each parameter and its states; returns false at the first that is missing or returns false.

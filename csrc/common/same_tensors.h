@@ -21,9 +21,9 @@ class SameTensors {
   SameTensors(const DLPackExchangeAPI* api, PyObject* params, PyObject* state, PyObject* owners,
               std::vector<size_t> places, PyObject* names);
 
-  // Returns a new list of the tensors, each parameter before its states, or None unless state has the owners in the
-  // same order, and all tensors are where those given to the constructor were.
-  PyObject* find(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const;
+  // Returns a new list of the parameters' gradients, or None unless all have one, state has the owners in the same
+  // order, and all parameters and states are where those given to the constructor were.
+  PyObject* gradients(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const;
 
  private:
   struct Identity {
@@ -37,6 +37,7 @@ class SameTensors {
   bool for_tensors(PyObject* params, PyObject* state, PyObject* owners, PyObject* names, const Visit& visit) const;
   bool read(PyObject* tensor, DLTensor& found) const;
   bool remember(PyObject* tensor);
+  bool are_same(PyObject* params, PyObject* state, PyObject* owners, PyObject* names) const;
   bool is_same(PyObject* tensor, size_t& index, const int64_t*& extents) const;
 
   const DLPackExchangeAPI* api_;

@@ -215,15 +215,17 @@ def run_and_cache(chosen: str, args: StepArgs) -> Any:
     return cached
 
 
-def run_again(chosen: str, cached: Any, args: StepArgs, written: Sequence[Tensor], check: bool = False) -> bool:
+def run_again(chosen: str, cached: Any, args: StepArgs, check: bool = False) -> bool:
     """Make a step once more; return False, with nothing written, if the gradients do not fit it.
+
+    Autograd learns that parameters and gradients change, but not that states do, which torch's fused optimizers do not
+    tell it either: most of the host's time would go into it.
 
     Args:
         chosen: the backend that has made the step.
         cached: what :func:`run_and_cache` has returned for it.
-        args: gradients, hyper-parameters and scalars count; the library trusts that parameters, states and step counts
-            lie where they did.
-        written: the parameters, states and step counts.
+        args: parameters, gradients, hyper-parameters and scalars count; the library trusts that parameters, states and
+            step counts lie where they did.
         check: return whether the gradients fit, and make no step.
 
     Raises RuntimeError, with nothing written, if the library refuses it.
@@ -234,7 +236,9 @@ def run_again(chosen: str, cached: Any, args: StepArgs, written: Sequence[Tensor
         scalars = args.lrs, args.lr_index, args.grad_scale, args.found_inf
         fits = backends.operators().optim_step_again(cached, args.grads, args.hyper, *scalars, check)
     if fits and not check:
-        torch.autograd.graph.increment_version(written if args.grad_scale is None else chain(written, args.grads))
+        torch.autograd.graph.increment_version(
+            args.params if args.grad_scale is None else chain(args.params, args.grads)
+        )
     return fits
 
 

@@ -50,7 +50,7 @@ class CachedBatch:
         self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
         self._cached: tuple[Any, Any] | None = None  # the addresses of a cached step's tensors, and the step
         self._state: States = {}
-        self._written: list[Tensor] | None = None  # the parameters and states, where they lie as in the cached step
+        self._lies_as_before = False  # whether all parameters and states lie as in the cached step
 
     def expect_shapes(self) -> None:
         """Let the operator refuse parameters of other shapes than now, on which maps and penalties depend."""
@@ -62,14 +62,13 @@ class CachedBatch:
         args = self.args
         if args.params[0].device != self.device or (args.penalties and not _within_kernels(args)):
             return False
-        grads = [grad for param in args.params if (grad := param.grad) is not None]
-        if len(grads) != len(args.params):
-            return False
-        args.grads = grads
         self._state = state
+        grads = None
         if self._cached is not None:
-            self._written = self._cached[0].find(args.params, state, self._owners, self._names)
-        return self._written is not None or self._collect_states()
+            grads = self._cached[0].gradients(args.params, state, self._owners, self._names)
+        self._lies_as_before = grads is not None
+        args.grads = grads or [grad for param in args.params if (grad := param.grad) is not None]
+        return self._lies_as_before or (len(args.grads) == len(args.params) and self._collect_states())
 
     def _collect_states(self) -> bool:
         """Give ``args`` their states; return False if one is missing."""
@@ -91,13 +90,13 @@ class CachedBatch:
         With ``check``, return whether the operator accepts it, and write nothing.
         """
         try:
-            if self._cached is not None and self._written is not None:
-                if run_again(self._chosen, self._cached[1], self.args, self._written, check):
+            if self._cached is not None and self._lies_as_before:
+                if run_again(self._chosen, self._cached[1], self.args, check):
                     if check:
                         check_scalars(self.args, self.device)  # the library reads them only in a step
                     return True
                 self._collect_states()
-            self._cached = self._written = None
+            self._cached, self._lies_as_before = None, False
             if check:
                 run_step(replace(self.args, found_inf=torch.ones((), device=self.device)))
             else:
@@ -114,7 +113,7 @@ class CachedBatch:
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
         self.args.grads, self.args.states, self.args.steps = [], [], []
-        self._state, self._written = {}, None
+        self._state, self._lies_as_before = {}, False
 
 
 class StepCache:
