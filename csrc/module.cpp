@@ -44,10 +44,12 @@ void define_same_tensors(pybind11::module_& module) {
             return new loco::SameTensors(exchange_api(), params.ptr(), state.ptr(), owners.ptr(), std::move(places),
                                          names.ptr());
           }))
-      .def("gradients", [](const loco::SameTensors& self, py::object params, py::object state, py::object owners,
-                           py::object names) {
-        return py::reinterpret_steal<py::object>(self.gradients(params.ptr(), state.ptr(), owners.ptr(), names.ptr()));
-      });
+      .def("gradients",
+           [](const loco::SameTensors& self, py::object params, py::object state, py::object owners, py::object names) {
+             PyObject* const found = self.gradients(params.ptr(), state.ptr(), owners.ptr(), names.ptr());
+             if (found == nullptr) throw py::error_already_set();
+             return py::reinterpret_steal<py::object>(found);
+           });
 }
 
 }  // namespace
