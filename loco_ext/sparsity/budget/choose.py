@@ -23,6 +23,8 @@ from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
 
 Change = tuple[int, int, int]  # layer, filter, choice
+Move = tuple[int, dict[int, Integers]]  # number of a block of layers, and the new sizes of some of them
+Steps = tuple[int, ...]
 Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of LayerChoices.taps; the last is no taps
 
@@ -31,6 +33,10 @@ _RISE = 1.25  # factor between one price and the next
 _RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
 _LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
+# Numbers of channels or rings by which a block of layers shrinks or grows, and of blocks that change together.
+_ONE: Steps = (1,)
+_EXCHANGES: tuple[tuple[Steps, int], ...] = ((_ONE, 2), ((1, 2, 8), 2), ((1, 2, 8), 3))
+_MOST_EXCHANGES, _TOGETHER = 300_000, 4096  # exchanges that are tried, and those whose costs are computed together
 _BISECTIONS, _MOST_ROUNDS, _MOST_FAILED = 16, 20, 64
 
 
@@ -81,6 +87,8 @@ class SizeProblem:
         count = len(fixed)
         reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
         self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
+        self._readers, self._read = np.nonzero(self._reads)
+        self._times_read = self._reads[self._readers, self._read]
         self._all = np.arange(len(layers))
         self._alone = np.asarray([layer.reads is None for layer in layers])
         self._units = np.asarray([layer.unit for layer in layers])
@@ -89,9 +97,15 @@ class SizeProblem:
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
         self._blocks = _blocks_that_share_classes(layers, count)
-        # By the first layer of a block: the classes that its layers write, and what is lost with each.
+        self._of_layers = [np.unique(layer.writes) for layer in layers]
+        # By the first layer of a block: the classes that its layers write, these layers and those that read the
+        # classes, and what is lost with each class.
         self._written = {
             block[0]: np.unique(np.concatenate([layers[i].writes for i in block])) for block in self._blocks
+        }
+        self._concerned = {
+            block[0]: np.union1d(block, np.flatnonzero(self._reads[:, self._written[block[0]]].any(1)))
+            for block in self._blocks
         }
         self._gone = {
             block[0]: sum(self._summed(layers[i], layers[i].lost[:, -1]) for i in block) for block in self._blocks
@@ -207,7 +221,8 @@ class SizeProblem:
 
     def _inputs(self, stays: Booleans) -> Floats:
         """Return the number of input channels that are left to a filter of each layer."""
-        return np.where(self._alone, 1.0, self._reads @ stays)
+        read = np.bincount(self._readers, self._times_read * stays[self._read], minlength=len(self.layers))
+        return np.where(self._alone, 1.0, read)
 
     def _totals(self, sizes: Sizes) -> Floats:
         """Return the numbers of each layer's filters that stay and of their taps, ``[2, layers]``."""
@@ -272,10 +287,10 @@ class SizeProblem:
         Those that must stay are before all others: fixed ones, and the best of each layer that keeps so many filters.
         """
         forced = self.fixed | np.isinf(gains)
-        for layer in (self.layers[i] for i in block):
+        for layer, classes in ((self.layers[i], self._of_layers[i]) for i in block):
             missing = layer.least - int(forced[layer.writes].sum())
             if missing > 0:
-                free = np.unique(layer.writes[~forced[layer.writes]])
+                free = classes[~forced[classes]]
                 forced[free[np.argsort(-gains[free], kind="stable")[:missing]]] = True
         written = self._written[block[0]]
         order = written[np.lexsort((-gains[written], ~forced[written]))]
@@ -299,9 +314,8 @@ class SizeProblem:
             lost: importance lost with each class that stays, less that which is lost if it goes.
             stays, totals: what follows from the sizes of all layers.
         """
-        outside = stays.copy()
+        outside, layers = stays.copy(), self._concerned[block[0]]
         outside[order] = False
-        layers = np.union1d(block, np.flatnonzero(self._reads[:, order].any(1)))
         inputs, (filters, taps) = self._inputs(outside)[layers, None], totals[:, layers, None]
         filters, taps = (np.repeat(each, len(order) + 1, 1) for each in (filters, taps))
         for place in np.flatnonzero(np.isin(layers, block)):
@@ -339,47 +353,119 @@ class SizeProblem:
         return sizes
 
     def _exchanged(self, sizes: Sizes, budget: float, price: float) -> Sizes:
-        """Return sizes that no exchange of ``round_to`` channels between two layers improves.
+        """Return sizes that no exchange of few channels or rings between two or three blocks of layers improves.
 
-        With so few possible numbers of channels, layers that decide one by one miss sizes that are better together.
+        Layers that decide one by one miss sizes that are better together, and what they leave of the budget may be less
+        than a channel costs.
         """
-        while self.round_to > 1 and (better := self._exchanged_once(sizes, budget, price)) is not None:
-            sizes = self._filled(better, budget, price)
+        for steps, blocks in _EXCHANGES[self.round_to == 1 :]:
+            before = sizes
+            while (better := self._exchanged_once(sizes, budget, price, steps, blocks)) is not None:
+                sizes = self._filled(better, budget, price) if steps == _ONE else better
+            if steps != _ONE and sizes is not before:
+                sizes = self._filled(sizes, budget, price)
         return sizes
 
-    def _exchanged_once(self, sizes: Sizes, budget: float, price: float) -> Sizes | None:
-        """Return the sizes that lose the least after one exchange; None if all lose more or cost too much."""
-        fewer = self._fewer_channels(sizes)
-        more = [additions[0][1] for additions in self._more_channels(sizes, price) if additions]
-        if not (fewer and more):
+    def _exchanged_once(self, sizes: Sizes, budget: float, price: float, steps: Steps, blocks: int) -> Sizes | None:
+        """Return the sizes that lose the least after one exchange; None if all lose more or cost too much.
+
+        Args:
+            steps: numbers of channels, in units of ``round_to``, or of rings that a block loses or wins.
+            blocks: number of blocks that change, 2 or 3. With 3, nothing is tried if there are too many exchanges.
+        """
+        fewer, more = self._moves(sizes, price, steps)
+        moves: list[Move] = [(-1, {}), *fewer, *more]  # the first changes nothing
+        first, third = int(steps == _ONE), len(moves) if blocks == 3 else 1
+        i, j, k = np.ogrid[first : len(fewer) + 1, len(fewer) + 1 : len(moves), :third]
+        if not 0 < i.size * j.size * k.size <= _MOST_EXCHANGES:
             return None
-        now = self.lost(sizes)
-        losses = [[self.lost(_changed(sizes, changes)) - now for changes in ways] for ways in (fewer, more)]
-        together = np.add.outer(*map(np.asarray, losses))
-        for place in np.argsort(together, axis=None)[: int((together < -_LEAST_GAIN * now).sum())]:
-            less, plus = np.unravel_index(place, together.shape)
-            changed = _changed(sizes, fewer[less] + more[plus])
-            if self.cost(changed) <= budget:
-                return changed
+        stays = self.stays(sizes)
+        effects = np.stack([self._effect(sizes, stays, changed) for _, changed in moves])
+        of, lost = np.asarray([block for block, _ in moves]), effects[:, 0, -1]
+        apart = (of[i] != of[j]) & (of[j] != of[k]) & ((of[i] != of[k]) | (k == 0))
+        once = (k == 0) | (k > j) | ((k > i) & (k <= len(fewer)))
+        together = lost[i] + lost[j] + lost[k]
+        places = np.nonzero(apart & once & (together < -_LEAST_GAIN * self.lost(sizes)))
+        chosen = np.stack(places, 1)[np.argsort(together[places], kind="stable")] + [first, len(fewer) + 1, 0]
+        now = np.stack([self._inputs(stays), *self._totals(sizes)])
+        for start in range(0, len(chosen), _TOGETHER):
+            some = chosen[start : start + _TOGETHER]
+            change = effects[some].sum(1)
+            in_layers = self._costs(self._all, *(now + change[:, :, :-1]).swapaxes(0, 1)).sum(1)
+            costs = in_layers + change[:, 1, -1] + self.class_costs[stays].sum() + self.rest
+            for three in some[costs <= budget]:
+                new = {layer: each for move in three for layer, each in moves[move][1].items()}
+                changed = [new.get(layer, each) for layer, each in enumerate(sizes)]
+                if self.cost(changed) <= budget:  # which it is but for rounding
+                    return changed
         return None
 
-    def _fewer_channels(self, sizes: Sizes) -> list[list[Change]]:
-        """Return, for each block of layers, the changes that remove the fewest classes that ``round_to`` allows.
+    def _moves(self, sizes: Sizes, price: float, steps: Steps) -> tuple[list[Move], list[Move]]:
+        """Return the ways to shrink and to grow one block of layers each.
 
-        The least important classes go.
+        They are numbers of channels, of which the least important go and those that win the most for their cost come,
+        and a ring of each of such numbers of filters of a layer. One step is of channels only.
         """
-        stays, found = self.stays(sizes), []
-        for block in self._blocks:
-            lost, written = np.zeros(len(self.fixed)), self._written[block[0]]
-            for layer, chosen in ((self.layers[i], sizes[i]) for i in block):
-                np.add.at(lost, layer.writes, layer.lost[:, -1] - layer.lost[np.arange(len(chosen)), chosen])
-            spare = written[(stays & ~self.fixed)[written]]
-            gone = spare[np.argsort(lost[spare], kind="stable")[: (stays[written].sum() - 1) % self.round_to + 1]]
-            least = max(self.layers[i].least for i in block)
-            if np.isfinite(lost[gone]).all() and max(least, 1) <= stays[written].sum() - len(gone):
-                where = [(i, int(j)) for i in block for j in np.flatnonzero(np.isin(self.layers[i].writes, gone))]
-                found.append([(i, j, self.layers[i].gone) for i, j in where])
-        return found
+        fewer: list[Move] = []
+        more: list[Move] = []
+        stays, rates = self.stays(sizes), self._rates(sizes)
+        reading = self._prices_of_classes(*self._totals(sizes))
+        for number, block in enumerate(self._blocks):
+            lost, won, spent, best = np.zeros(len(stays)), np.zeros(len(stays)), reading.copy(), {}
+            for i in block:
+                layer, every = self.layers[i], np.arange(len(sizes[i]))
+                best[i] = (layer.lost + price * rates[i] * layer.taps)[:, :-1].argmin(1)
+                lost += self._summed(layer, layer.lost[:, -1] - layer.lost[every, sizes[i]])
+                won += self._summed(layer, layer.lost[:, -1] - layer.lost[every, best[i]])
+                spent += self._summed(layer, rates[i] * layer.taps[best[i]])
+                if steps != _ONE:
+                    fewer += [(number, {i: chosen}) for chosen in self._other_rings(layer, sizes[i], 1, steps)]
+                    more += [(number, {i: chosen}) for chosen in self._other_rings(layer, sizes[i], -1, steps)]
+            written = self._written[block[0]]
+            left, gone = written[stays[written]], written[~stays[written]]
+            free = left[~self.fixed[left] & np.isfinite(lost[left])]
+            free = free[np.argsort(lost[free], kind="stable")]
+            gone = gone[np.argsort(-won[gone] / spent[gone], kind="stable")]
+            odd = (len(left) - 1) % self.round_to + 1
+            for count in (odd + (n - 1) * self.round_to for n in steps):
+                if count > len(free):
+                    break
+                goes = np.isin(np.arange(len(stays)), free[:count])
+                changed = {i: np.where(goes[self.layers[i].writes], self.layers[i].gone, sizes[i]) for i in block}
+                if all((changed[i] != self.layers[i].gone).sum() >= max(self.layers[i].least, 1) for i in block):
+                    fewer.append((number, changed))
+            for count in sorted({min(n * self.round_to, len(gone)) for n in steps} - {0}):
+                comes = np.isin(np.arange(len(stays)), gone[:count])
+                more.append((number, {i: np.where(comes[self.layers[i].writes], best[i], sizes[i]) for i in block}))
+        return fewer, more
+
+    @staticmethod
+    def _other_rings(layer: LayerChoices, chosen: Integers, step: int, steps: Steps) -> list[Integers]:
+        """Return sizes of a layer with a ring less (``step`` 1) or more (-1) of numbers of filters that stay."""
+        other = chosen + step
+        able = np.flatnonzero((chosen != layer.gone) & (other >= 0) & (other < layer.gone))
+        lost = layer.lost[able, other[able]] - layer.lost[able, chosen[able]]
+        order = able[np.argsort(lost, kind="stable")[: np.isfinite(lost).sum()]]
+        return [np.where(np.isin(np.arange(len(chosen)), order[:n]), other, chosen) for n in steps if n <= len(order)]
+
+    def _effect(self, sizes: Sizes, stays: Booleans, changed: dict[int, Integers]) -> Floats:
+        """Return what new sizes of the layers of a block change, ``[3, layers + 1]``.
+
+        The rows are the input channels, filters and taps of each layer; the last column begins with the importance lost
+        and the cost of classes. The effects of several blocks add up.
+        """
+        effect, after = np.zeros((3, len(self.layers) + 1)), stays.copy()
+        for i, new in changed.items():
+            layer, every = self.layers[i], np.flatnonzero(new != sizes[i])
+            effect[0, -1] += (layer.lost[every, new[every]] - layer.lost[every, sizes[i][every]]).sum()
+            effect[1, i] = (new != layer.gone).sum() - float((sizes[i] != layer.gone).sum())
+            effect[2, i] = (layer.taps[new[every]] - layer.taps[sizes[i][every]]).sum()
+            after[layer.writes[every]] = new[every] != layer.gone
+        others = np.flatnonzero(after != stays)
+        signs = np.where(after[others], 1.0, -1.0)
+        effect[1, -1] = self.class_costs[others] @ signs
+        effect[0, :-1] = self._reads[:, others] @ signs
+        return effect
 
     def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
         """Return the possible additions: rings of filters that are not removed, and channels."""
@@ -427,13 +513,6 @@ class SizeProblem:
 def _sums(values: Floats) -> Floats:
     """Return the sums of the first values of each row, of none to all."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, -1)], -1)
-
-
-def _changed(sizes: Sizes, changes: list[Change]) -> Sizes:
-    sizes = [chosen.copy() for chosen in sizes]
-    for i, j, choice in changes:
-        sizes[i][j] = choice
-    return sizes
 
 
 def _several(missing: list[list[Addition]], count: int) -> list[Addition]:

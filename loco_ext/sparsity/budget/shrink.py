@@ -49,8 +49,9 @@ def shrink_to(
     in total and that which is kept: the importance that is lost, as long as that is little, but no layer is emptied
     while others are whole. A layer's MACs are the taps of its filters times the channels that are left of its input, so
     that a channel also costs what the layers do that read it; channels that a residual connection adds up go together.
-    The price is the least that meets the budget, and what then remains of the budget is filled up. Train the result
-    further, with a learning rate of 0.1 to 1 times the largest of the training before: its batch norms are not folded.
+    The price is the least that meets the budget. What then remains of the budget is filled up, and channels and rings
+    are exchanged between layers until that no longer helps. Train the result further, with a learning rate of 0.1 to 1
+    times the largest of the training before: its batch norms are not folded.
 
     Args:
         model: a trained model that torch.fx can trace; it is not changed.
@@ -78,7 +79,7 @@ def shrink_to(
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it
-        unless each further ring or channel would cost more than is left, as in networks of few channels.
+        unless every exchange that fills it loses more importance, as in networks of few channels.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
