@@ -184,6 +184,7 @@ def test_results_keep_their_class() -> None:
     assert network.first.weight.shape[0] == 4  # type: ignore[union-attr, index]
 
 
+@pytest.mark.slow
 def test_models_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MobileNetV1Config(depth_multiplier=0.25, num_labels=5)
