@@ -1,6 +1,7 @@
 """Names of the operations in a graph, the same for layers, functions and methods, and what each does to shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx, nn
 
@@ -57,6 +58,16 @@ def reads_numbers(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target not in ("size", "dim", "numel")
     return node.target is not getattr or node.args[1] not in ("shape", "ndim", "dtype", "device")
+
+
+def places(index: Any, count: int) -> Sequence[int]:
+    """Return the places among so many that an index picks; all of them if the network computes it."""
+    every = range(count)
+    if isinstance(index, int):
+        return [every[index]]
+    if isinstance(index, slice) and not any(isinstance(x, fx.Node) for x in (index.start, index.stop, index.step)):
+        return every[index]
+    return every
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

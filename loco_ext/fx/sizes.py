@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from loco_ext.fx.branches import length
 from loco_ext.fx.modules import has_forward_hooks, paddings
 from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, axes_in_order, operation
 from loco_ext.ops.channels import features_beside
@@ -227,11 +228,17 @@ class Inference:
         """Return the sizes, or the number computed from sizes, that the node reads."""
         first = node.args[0] if node.args else None
         sizes = self.sizes.get(first) if isinstance(first, fx.Node) else None
-        if node.op == "call_method" and node.target == "size" and sizes is not None:
-            return _picked(sizes, node.args[1]) if len(node.args) > 1 else sizes
+        if node.op == "call_method" and sizes is not None:
+            if node.target == "size":
+                return _picked(sizes, node.args[1]) if len(node.args) > 1 else sizes
+            return _size(len(sizes)) if node.target == "dim" else None
         if node.target is getattr and sizes is not None:
+            if node.args[1] == "ndim":
+                return _size(len(sizes))
             return sizes if node.args[1] == "shape" else None
         values: list[Any] = [self.integers.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if node.target is length and isinstance(values[0], tuple):
+            return _size(len(values[0]))
         if node.target is operator.getitem and isinstance(values[0], tuple):
             return _picked(values[0], node.args[1])
         if len(values) != 2 or not all(isinstance(value, Size | int) for value in values):
@@ -345,6 +352,8 @@ def _with_size(sizes: Sizes, axis: int, size: Size) -> Sizes:
 
 
 def _picked(sizes: Sizes, place: Any) -> Size | Sizes | None:
+    if isinstance(place, slice) and not any(isinstance(x, fx.Node) for x in (place.start, place.stop, place.step)):
+        return sizes[place]
     return sizes[place] if isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
 
 
@@ -420,12 +429,20 @@ def _of_items(call: _Call) -> Sizes | None:
 
 def _padded(call: _Call) -> Sizes | None:
     pads = call.option(0, "pad")
-    if not isinstance(pads, list | tuple) or not all(isinstance(p, int) for p in pads) or len(pads) % 2:
+    if not isinstance(pads, list | tuple) or not all(isinstance(p, int | fx.Node) for p in pads) or len(pads) % 2:
         return None
     result = list(call.sizes)
     for axis in range(len(pads) // 2):
-        result[-1 - axis] += pads[2 * axis] + pads[2 * axis + 1]
+        before, after = pads[2 * axis : 2 * axis + 2]
+        computed = isinstance(before, fx.Node) or isinstance(after, fx.Node)
+        padded = call.unknowns.defined_by((call.node.name, axis)) if computed else result[-1 - axis] + before + after
+        result[-1 - axis] = padded
     return tuple(result)
+
+
+def _interpolated(call: _Call) -> Sizes:
+    lengths = (call.unknowns.defined_by((call.node.name, axis)) for axis in range(2, len(call.sizes)))
+    return (*call.sizes[:2], *lengths)
 
 
 def _reduced(call: _Call) -> Sizes | None:
@@ -487,6 +504,7 @@ _LAYER_RULES: dict[str, Rule] = {
 }
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "mean": _reduced, "sum": _reduced, "flatten": _flattened},
+    "interpolate": _interpolated,
     **{"unsqueeze": _unsqueezed, "view": _viewed},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,

@@ -1,13 +1,17 @@
 """Tracing of models with torch.fx."""
 
+import dataclasses
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import _has_any_global_hook
 
 from loco_ext.errors import first_line
+from loco_ext.fx.branches import NumberProxy, ValuesOnExample, length, same_as_on_example
 from loco_ext.fx.modules import is_hooked
 
 
@@ -15,13 +19,94 @@ class UntraceableError(ValueError):
     """No graph equivalent to the model could be made; the message says why."""
 
 
-class _Tracer(fx.Tracer):
-    """Tracer that lets the caller decide which modules it traces inside."""
+class ResultTracer(fx.Tracer):
+    """Tracer that keeps the class of results that are dicts and dataclasses, of which torch.fx makes plain dicts."""
 
-    def __init__(self, is_leaf: Callable[[nn.Module], bool | None]) -> None:
+    def create_arg(self, a: Any) -> Any:
+        if dataclasses.is_dataclass(a) and isinstance(a, dict):
+            return self.create_node("call_function", type(a), (), {key: self.create_arg(x) for key, x in a.items()})
+        return super().create_arg(a)
+
+
+class _Tracer(ResultTracer):
+    """Tracer that lets the caller decide which modules it traces inside.
+
+    If there is an example, branches on sizes are those of the example, and the graph raises where others would differ.
+    """
+
+    def __init__(
+        self,
+        is_leaf: Callable[[nn.Module], bool | None],
+        constants: Mapping[str, Any] | None,
+        example_inputs: Sequence[Any] | None,
+    ) -> None:
         super().__init__()
-        self._is_leaf = is_leaf
+        self._is_leaf, self._constants, self._example = is_leaf, constants, example_inputs
+        self._values: ValuesOnExample | None = None
+        self._required: set[tuple[fx.Node, Any]] = set()
         self.failed_in = ""  # name and class of the innermost module whose forward has raised
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        if self._constants is None:
+            function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        else:
+            function, args = self._call_with_constants(root_fn), []
+        if self._example is not None:
+            self._values = ValuesOnExample(self.root, self.graph, self._example)
+        return function, args
+
+    def _call_with_constants(self, forward: Callable[..., Any]) -> Callable[[], Any]:
+        """Return the call of the model with constants, and with inputs of the graph for all other arguments."""
+        assert self._constants is not None
+        signature = inspect.signature(forward)
+        _, *parameters = signature.parameters.values()
+        call = signature.bind_partial(self.root)
+        for parameter in parameters:
+            name, default = parameter.name, () if parameter.default is parameter.empty else (parameter.default,)
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                call.arguments[name] = self.create_proxy("placeholder", f"*{name}", (), {})
+            elif name in self._constants:
+                call.arguments[name] = self._constants[name]
+            elif parameter.kind is not parameter.VAR_KEYWORD:
+                call.arguments[name] = self.create_proxy("placeholder", name, default, {})
+        return lambda: forward(*call.args, **call.kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return super().proxy(node) if self._values is None else NumberProxy(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return super().to_bool(obj) if self._values is None else bool(self.number(obj, bool))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        if self._values is None:
+            return super().iter(obj)
+        return iter([obj[i] for i in range(self.length(obj))])  # type: ignore[index]
+
+    def length(self, obj: fx.Proxy) -> int:
+        """Return the length of a value for the example, and require the same of other inputs."""
+        return int(self.number(length(obj), int))
+
+    def number(self, obj: Any, kind: type) -> Any:
+        """Return the number that a value is for the example, and require the same of other inputs."""
+        assert self._values is not None
+        try:
+            value = self._values.of(obj.node)
+        except DataDependentOutputException:
+            value = None
+        if value is None or isinstance(value, Tensor):
+            raise fx.proxy.TraceError("its code depends on numbers of tensors, which differ from input to input")
+        example, where = kind(value), self.scope.module_path or "the model"
+        if (obj.node, example) not in self._required:
+            self._required.add((obj.node, example))
+            self.create_proxy("call_function", same_as_on_example, (obj, example, where), {})
+        return example
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._values is not None and self._values.running:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = self._is_leaf(m)
@@ -30,6 +115,8 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._values is not None and self._values.running:
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -41,6 +128,7 @@ def trace(
     model: nn.Module,
     is_leaf: Callable[[nn.Module], bool | None] = lambda module: None,
     constants: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[Any] | None = None,
 ) -> fx.GraphModule:
     """Return the model's graph, which uses the model's own modules.
 
@@ -48,7 +136,9 @@ def trace(
         model: the model, which is not run.
         is_leaf: says which modules stay one call in the graph; None for what torch.fx does, which traces inside all
             modules but those of torch.nn. If the model itself is to stay one, its name in the graph is "the model".
-        constants: arguments of the model that become constants, by name.
+        constants: arguments of the model that become constants, by name; the graph has no such inputs.
+        example_inputs: arguments of a call. Where the model's code branches on sizes, the graph takes the branches of
+            this call, and raises :class:`BranchError` for inputs that would take others.
 
     Raises:
         UntraceableError: torch.fx cannot trace the model, or would trace another forward than the one that is called.
@@ -60,11 +150,11 @@ def trace(
         )
     if is_leaf(model):
         model = nn.Sequential(OrderedDict({"the model": model}))
-    before, tracer = set(vars(model)), _Tracer(is_leaf)
+    before, tracer = set(vars(model)), _Tracer(is_leaf, constants, example_inputs)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
         return fx.GraphModule(model, graph)
     try:
-        return fx.GraphModule(model, tracer.trace(model, None if constants is None else dict(constants)))
+        return fx.GraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"
         raise UntraceableError(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.fx.branches import length, same_as_on_example
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
 
@@ -86,6 +87,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_table("torch", torch, _OPERATIONS),
     **_table("torch.nn.functional", F, _OPERATIONS),
     **_table("torch.Tensor", torch.Tensor, _OPERATIONS),
+    "math.ceil": math.ceil,
+    "math.floor": math.floor,
+    "loco_ext.length": length,
+    "loco_ext.same_as_on_example": same_as_on_example,
     "loco_ext.take_channels": take_channels,
     "loco_ext.mixed_conv2d": mixed_conv2d,
     "loco_ext.layer_norm_with_constants": layer_norm_with_constants,

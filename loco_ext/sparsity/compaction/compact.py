@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.errors import first_line
+from loco_ext.fx.branches import BranchError, same_as_on_example
 from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
@@ -59,7 +60,8 @@ def compact(
 
     Inferred sizes hold for every input that the model accepts, not only for the example. The result is compared with
     the model on the example and on inputs of two further batch sizes and sizes that the model accepts, with values
-    drawn from the example.
+    drawn from the example. If the model's code branches on sizes, the result takes the example's branches and raises
+    ValueError for inputs of sizes that would take others.
 
     Args:
         model: any module; it is not changed. It is compacted as in eval mode: code of its own that depends on
@@ -118,9 +120,10 @@ def compacted(
     make_weights_plain(dense)
     example = Pair(dense, list(inputs), expected)
     others = pairs_of_other_sizes(dense, inputs, batch_alone=fixed_size)
-    choose = COSTS[cost]
+    choose, refused = COSTS[cost], ""
     try:
         graph = annotated_graph(split_mixed_convs(dense), inputs)
+        others, refused = _by_branches(graph, others)
         if not is_right(graph, [example, *others]):
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
@@ -133,6 +136,8 @@ def compacted(
         smaller = (_by_time if cost == "measured" else _by_count)(graph, example, choose, fixed_size)
         unchanged = partial(_whole, dense, inputs)
     network, report = _select(smaller, unchanged, example, others, measured=cost == "measured" and may_stay)
+    if refused:
+        report.notes["branches"] = f"the result refuses some inputs that the model accepts: {refused}"
     try:
         report.macs_elsewhere = max(0, round(macs_of(dense, inputs)) - report.macs_before)
     except Exception as error:  # torch's formulas of operators have conditions of their own
@@ -141,6 +146,24 @@ def compacted(
     report.parameters_after = sum(p.numel() for p in network.parameters())
     take_modes(network, model)
     return network, report
+
+
+def _by_branches(graph: fx.GraphModule, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
+    """Return the pairs for which the model's code takes the same branches as in its graph, and why not all are left."""
+    if not graph.graph.find_nodes(op="call_function", target=same_as_on_example):
+        return list(pairs), ""
+    left, why = [], ""
+    for pair in pairs:
+        try:
+            with torch.no_grad():
+                graph.forward(*copies(pair.inputs))
+        except BranchError as error:
+            why = str(error)
+            continue
+        except Exception:  # the comparison with the model's results finds what is wrong
+            pass
+        left.append(pair)
+    return left, why
 
 
 def take_modes(network: nn.Module, model: nn.Module) -> None:

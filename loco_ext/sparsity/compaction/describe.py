@@ -32,7 +32,7 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
             layer = describe_layer(name, node.meta.get(WHOLE, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
-        elif info.role is Role.OTHER and not _is_no_layer(node):
+        elif info.role is Role.OTHER and info.sources and not _is_no_layer(node):
             name = str(node.target) if node.op == "call_module" else node.name
             report.notes[name] = f"all channels are kept: {channels.info.why_kept(node)}"
     return report
@@ -51,7 +51,10 @@ def pixels_of(node: fx.Node, filters: int, samples: int) -> Fraction:
 
 def _is_no_layer(node: fx.Node) -> bool:
     """Return whether the report omits the node: it has no channels to remove, or they have been removed."""
-    return node.op in ("placeholder", "output", "get_attr") or node.target is layer_norm_with_constants
+    if "shape" not in node.meta and all(source.op == "placeholder" for source in node.all_input_nodes):
+        return True  # it reads a size of the model's input
+    constructs = isinstance(node.target, type)  # the model's result
+    return node.op in ("placeholder", "output", "get_attr") or constructs or node.target is layer_norm_with_constants
 
 
 def describe_layer(

@@ -3,21 +3,25 @@
 import copy
 import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from loco_ext.errors import first_line
+from loco_ext.fx.branches import length, same_as_on_example
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import has_forward_hooks, is_hooked
+from loco_ext.fx.operations import places
+from loco_ext.fx.sizes import Inference, Size
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.sparsity.compaction.layers import as_layers
 
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-_CHECKING = (torch._assert, *_READING, operator.and_, operator.or_, operator.not_)
+_OF_NUMBERS = (*_READING[1:], operator.and_, operator.or_, operator.not_, operator.mod)
+_CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, operator.getitem, length)
 
 
 def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -35,14 +39,15 @@ def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.Graph
     if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
         root = nn.Sequential(root)  # torch.fx would trace inside a single layer
     constants = _constants(root, len(example_inputs))
-    graph = trace(root, lambda module: has_forward_hooks(module) or None, constants)
-    _remove_arguments(graph, constants)
+    graph = trace(root, lambda module: has_forward_hooks(module) or None, constants, example_inputs)
     _remove_checks(graph)
     _remove_identities(graph)
     read_results_of_writes(graph)
     try:
+        _fold_kernel_sizes(graph)
         record(graph, example_inputs)
         as_layers(graph, root)
+        _remove_constant_branches(graph)
     except Exception as error:  # the graph lacks choices of the model's own code and may raise anything
         raise UntraceableError(f"the graph that torch.fx makes of it does not run: {first_line(error)}") from error
     return graph
@@ -83,24 +88,50 @@ def _constants(root: nn.Module, given: int) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, bool | str)}
 
 
-def _remove_arguments(graph: fx.GraphModule, names: Iterable[str]) -> None:
-    """Remove arguments that the graph does not read, and the checks that torch.fx adds for their values."""
-    arguments = {f"{name}_1" for name in names}
-    gone: dict[fx.Node, None] = {}
-    for node in graph.graph.nodes:
-        if (node.op == "placeholder" and node.target in arguments) or any(x in gone for x in node.all_input_nodes):
-            gone[node] = None
-    for node in reversed(gone):
-        graph.graph.erase_node(node)
-    graph.recompile()
-
-
 def _remove_checks(graph: fx.GraphModule) -> None:
     """Remove assertions and their inputs that nothing else reads: they change no result, but read sizes."""
     for node in reversed(graph.graph.nodes):
         if not node.users and node.op == "call_function" and node.target in _CHECKING:
             graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
+    """Make numbers of the sizes of kernels that code reads from a weight, so that only layers read the weight."""
+    sizes: dict[fx.Node, Any] = {}
+    for node in list(graph.graph.nodes):
+        first: Any = node.args[0] if node.args else None
+        if node.target is getattr and node.args[1] == "shape" and first.op == "get_attr":
+            owner, _, name = str(first.target).rpartition(".")
+            shape = getattr(graph.get_submodule(owner), name).shape
+            read = [user.args[1] for user in node.users if user.target is operator.getitem]
+            if len(read) == len(node.users) and all(min(places(index, len(shape)), default=0) > 1 for index in read):
+                sizes[node] = shape
+        elif node.target is operator.getitem and first in sizes and not isinstance(node.args[1], fx.Node):
+            sizes[node] = sizes[first][node.args[1]]
+        else:
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: sizes.get(x, x))
+    for node in reversed(sizes):
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _remove_constant_branches(graph: fx.GraphModule) -> None:
+    """Remove checks of branches that no input can change: what they read is the same for all that the model accepts."""
+    checks = graph.graph.find_nodes(op="call_function", target=same_as_on_example)
+    if not checks:
+        return
+    integers, numbers = Inference(graph).integers, dict[fx.Node, Any]()
+    for node in graph.graph.nodes:
+        size, function = integers.get(node), node.target if node.op == "call_function" else None
+        if isinstance(size, Size) and size.number is not None:
+            numbers[node] = size.number
+        elif function in _OF_NUMBERS and all(x in numbers for x in node.all_input_nodes):
+            numbers[node] = function(*(numbers.get(x, x) for x in node.args))
+    for node in checks:
+        if node.args[0] in numbers:
+            graph.graph.erase_node(node)
+    _remove_checks(graph)
 
 
 def _remove_identities(graph: fx.GraphModule) -> None:

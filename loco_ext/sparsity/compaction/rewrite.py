@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from loco_ext.fx.modules import bias_trains, put, unused
+from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
@@ -44,7 +45,8 @@ class Rewriter:
     def __init__(self, channels: Channels, choose: Choose) -> None:
         self._channels, self._choose, graph = channels, choose, channels.graph
         self._owner = copy.deepcopy(graph, {id(x): x for x in (*graph.parameters(), *graph.buffers())})
-        self._graph = fx.Graph()
+        constructs = any(isinstance(node.target, type) for node in graph.graph.nodes)
+        self._graph = fx.Graph(tracer_cls=ResultTracer if constructs else None)  # it traces again what is unpickled
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # kept channels of each result in their new order
         self._ranks: dict[int, int] = {}  # positions of classes of channels in streams with an order of their own

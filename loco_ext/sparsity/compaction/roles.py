@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from loco_ext.fx.modules import count_owners, is_hooked
-from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, POINTWISE, POOLS, axes_in_order, only_user, operation
+from loco_ext.fx.operations import (
+    ADAPTIVE_POOLS,
+    ARITHMETIC,
+    POINTWISE,
+    POOLS,
+    axes_in_order,
+    only_user,
+    operation,
+    places,
+)
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 
@@ -36,6 +45,7 @@ class Role(Enum):
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
+_WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
 
 
@@ -189,6 +199,8 @@ class GraphInfo:
             return Role.OTHER
         if name in ("flatten", "view") and self.sizes.of(node) == self.sizes.flattened(source):
             return Role.FLATTEN
+        if is_padding(node) or is_interpolation(node, name):  # by numbers that may be computed from sizes
+            return Role.PER_CHANNEL
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
         if type(module) in CONVOLUTIONS and dims == module.weight.dim():
@@ -201,8 +213,8 @@ class GraphInfo:
         if type(module) in (*BATCH_NORMS, nn.PReLU):
             return True
         if type(module) is nn.Upsample:
-            return module.mode in ("nearest", "linear", "bilinear", "trilinear")
-        return _is_crop(node) or is_padding(node) or is_spatial_mean(node, name, source)
+            return module.mode in _WITHOUT_OVERSHOOT
+        return _is_crop(node) or is_spatial_mean(node, name, source)
 
     def _role_of_arithmetic(self, node: fx.Node) -> Role:
         tensors = [x for x in node.args if isinstance(x, fx.Node)]
@@ -248,7 +260,7 @@ class GraphInfo:
             return isinstance(node.args[1], int) and node.args[1] % dims != axis
         if sized or (node.target is getattr and node.args[1] == "shape"):
             picked = [user.args[1] for user in node.users if user.target is operator.getitem]
-            return len(picked) == len(node.users) and all(isinstance(i, int) and i % dims != axis for i in picked)
+            return len(picked) == len(node.users) and all(axis not in places(i, dims) for i in picked)
         return False
 
     def _splits_channels(self, node: fx.Node) -> bool:
@@ -307,8 +319,14 @@ def is_padding(node: fx.Node) -> bool:
     if node.target is not nn.functional.pad or len(node.args) != 2 or not set(node.kwargs) <= {"mode", "value"}:
         return False
     pads: Any = node.args[1]
-    plain = isinstance(pads, list | tuple) and all(isinstance(p, int) for p in pads)
+    plain = isinstance(pads, list | tuple) and all(isinstance(p, int | fx.Node) for p in pads)
     return plain and not node.kwargs.get("value") and len(pads) <= 2 * (rank(node) - 2)
+
+
+def is_interpolation(node: fx.Node, name: str) -> bool:
+    """Return whether the node is a call of torch.nn.functional.interpolate that keeps constant channels."""
+    mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
+    return name == "interpolate" and mode in _WITHOUT_OVERSHOOT
 
 
 def is_spatial_mean(node: fx.Node, name: str, source: fx.Node) -> bool:
@@ -323,7 +341,7 @@ def is_spatial_mean(node: fx.Node, name: str, source: fx.Node) -> bool:
 
 def is_resampling(name: str) -> bool:
     """Return whether an operation of this name pools or upsamples, which does nothing to a constant channel."""
-    return name in _POOLS or name in ("upsample", "mean")
+    return name in _POOLS or name in ("upsample", "interpolate", "mean")
 
 
 def keeps_constants(module: Any) -> bool:

@@ -1,0 +1,195 @@
+"""Models whose code branches on sizes: the graph takes the example's branches, and refuses inputs with others."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loco_ext import sparsity
+from loco_ext.fx.branches import BranchError, same_as_on_example
+from loco_ext.sparsity.compaction.graph import annotated_graph
+
+X = torch.randn(2, 3, 16, 12)
+
+
+class Network(nn.Module):
+    """Two convolutions, the first with filters of zeros, and code between them."""
+
+    def __init__(self, between: Callable[[Tensor, "Network"], Tensor], first: type[nn.Conv2d] = nn.Conv2d) -> None:
+        super().__init__()
+        self.first, self.second, self.between = first(3, 8, 3), nn.Conv2d(8, 4, 3), between
+        for tensor in (self.first.weight, self.first.bias):
+            tensor.data[::2] = 0.0  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x).relu(), self))
+
+
+class PaddedConv2d(nn.Conv2d):
+    """A convolution that pads for as many results as the input's size over the stride, rounded up."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[Any] = []
+        for size, kernel_size in zip(x.size()[-2:], self.weight.shape[-2:], strict=True):
+            pad = max((-(-size // 2) - 1) * 2 + kernel_size - size, 0)
+            pads = [pad // 2, pad - pad // 2, *pads]
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)
+
+
+def padded_to_even(x: Tensor, network: Network) -> Tensor:
+    return F.pad(x, (0, x.shape[-1] % 2, 0, 1)) if x.shape[-2] % 2 else x
+
+
+def checked(x: Tensor, network: Network) -> Tensor:
+    if x.ndim != 4 or x.shape[1] != network.second.in_channels or len(x.shape) != 4:
+        raise ValueError(f"expected {network.second.in_channels} channels, got {x.shape[1]}")
+    return x
+
+
+def enlarged(x: Tensor, network: Network) -> Tensor:
+    return F.interpolate(x, size=[2 * n for n in x.shape[-2:]], mode="bilinear") + F.interpolate(x, scale_factor=2)
+
+
+def in_parts(x: Tensor, network: Network) -> Tensor:
+    return torch.cat([part.sigmoid() for part in x.split(5, dim=3)], 3)
+
+
+def of_numbers(x: Tensor, network: Network) -> Tensor:
+    return x[:, :, : int(x.shape[2]) - 1, : range(x.shape[3])[-2]] * float(x.shape[3])
+
+
+def smaller_of(model: nn.Module) -> tuple[nn.Module, sparsity.Report]:
+    """Return the smaller network, seen to have half of the first layer's channels and the model's results."""
+    network, report = sparsity.compact(model.eval(), X, cost="macs")
+    assert [layer.filters_after for layer in report.layers if layer.name == "first"] == [4]
+    torch.testing.assert_close(network(X), model(X))
+    return network, report
+
+
+@pytest.mark.parametrize(
+    ("between", "same", "others"),
+    [
+        (padded_to_even, [(16, 13), (20, 12)], [(15, 12)]),
+        (checked, [(5, 9)], []),
+        (enlarged, [(5, 9)], []),
+        (in_parts, [(5, 12), (5, 8)], [(5, 5)]),
+        (of_numbers, [], [(16, 13), (17, 12)]),
+    ],
+)
+def test_inputs_with_the_same_branches_give_the_models_results_and_others_are_refused(
+    between: Any, same: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    network, report = smaller_of(model := Network(between))
+    for size in same:
+        torch.testing.assert_close(network(x := torch.randn(3, 3, *size)), model(x))
+    for size in others:
+        model(x := torch.randn(1, 3, *size))
+        again, _ = sparsity.compact(network, X)
+        for each in (network, pickle.loads(pickle.dumps(network)), copy.deepcopy(network), again):
+            with pytest.raises(BranchError, match=r"inputs: expected sizes for which what the code of .* reads is"):
+                each.forward(x)
+    assert ("branches" in report.notes) == bool(others)
+
+
+def test_checks_that_no_input_can_fail_are_not_in_the_graph() -> None:
+    def checks(between: Any) -> int:
+        graph = annotated_graph(Network(between), [X]).graph
+        return len(graph.find_nodes(op="call_function", target=same_as_on_example))
+
+    assert checks(checked) == 0 < checks(padded_to_even)
+
+
+@pytest.mark.parametrize("size", [(16, 12), (15, 13), (21, 8)])
+def test_layers_whose_padding_is_computed_from_sizes_lose_channels(size: tuple[int, int]) -> None:
+    network, _ = smaller_of(model := Network(lambda x, _: x, PaddedConv2d))
+    x = torch.randn(1, 3, *size)
+    try:
+        torch.testing.assert_close(network(x), model(x))
+    except BranchError:
+        assert size != (16, 12)  # the padding of odd sizes takes other branches
+
+
+def test_shrink_to_and_budgets_take_models_with_branches() -> None:
+    model = nn.Sequential(Network(checked), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model.append(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)))
+    model(X)
+    network, _ = sparsity.shrink_to(model, X, macs=0.5, importance="norm")
+    whole, half = (sparsity.compact(each, X, cost="macs")[1].macs_before for each in (model, network))
+    assert 0.4 < half / whole <= 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=1, end=2)
+
+
+def test_branches_on_numbers_of_tensors_are_not_traced() -> None:
+    def parted(x: Tensor, _: nn.Module) -> Tensor:
+        return x[: int(x.argmax().item()) + 1]
+
+    for code in (lambda x, _: x if x.mean() > 0 else -x, lambda x, _: x * int(x.sum()), parted):
+        network, report = sparsity.compact(Network(code), X, cost="macs")
+        assert "its code depends on numbers of tensors" in report.notes["model"]
+        assert network.first.weight.shape[0] == 8  # type: ignore[union-attr, index]
+
+
+def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
+    network, _ = smaller_of(Network(padded_to_even))
+    sparsity.save(network, tmp_path / "network")
+    loaded = sparsity.load(tmp_path / "network")
+    torch.testing.assert_close(loaded(X), network(X))
+    with pytest.raises(BranchError):
+        loaded.forward(torch.randn(1, 3, 15, 12))
+    exported = torch.export.export(network, (X,)).module()
+    torch.testing.assert_close(exported(X), network(X))
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X), network(X))
+
+
+@dataclass
+class Output(dict):  # type: ignore[type-arg]
+    """A dict whose entries are attributes as well."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.update(vars(self))
+
+
+class Wrapped(Network):
+    """A network with options by keyword, which returns an instance of a class."""
+
+    def forward(self, x: Tensor, *, hidden: bool = False, **options: Any) -> Any:
+        assert not options.pop("unknown", None)
+        first = self.first(x).relu()
+        return Output(self.second(first), (first,) if hidden else None)
+
+
+def test_results_keep_their_class() -> None:
+    model = Wrapped(padded_to_even).eval()
+    network, _ = sparsity.compact(model, X, cost="macs")
+    for each in (network, pickle.loads(pickle.dumps(network)), copy.deepcopy(network)):
+        result = each(X)
+        assert type(result) is Output
+        assert result.hidden is None
+        torch.testing.assert_close(result.logits, model(X).logits)
+    assert network.first.weight.shape[0] == 4  # type: ignore[union-attr, index]
+
+
+@pytest.mark.slow
+def test_models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MobileNetV1Config(depth_multiplier=0.25, num_labels=5)
+    model = transformers.MobileNetV1ForImageClassification(config).eval()
+    x = torch.randn(2, 3, 32, 32)
+    network, report = sparsity.shrink_to(model, x, macs=0.5, importance="norm", granularity="filters")
+    assert 0.49 < report.macs_after / report.macs_before <= 0.5
+    assert network.eval()(x).logits.shape == (2, 5)
