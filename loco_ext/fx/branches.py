@@ -70,10 +70,12 @@ class ValuesOnExample:
         try:
             with torch.no_grad(), self._fake:
                 while open_nodes:
-                    missing = [x for x in open_nodes[-1].all_input_nodes if x not in values]
+                    latest = open_nodes[-1]
+                    missing = [x for x in latest.all_input_nodes if x not in values]
                     if not missing:
-                        latest = open_nodes.pop()
-                        values[latest] = self._interpreter.run_node(latest)
+                        if latest not in values:
+                            values[latest] = self._interpreter.run_node(latest)
+                        open_nodes.pop()
                     open_nodes += missing
         finally:
             self.running = False
