@@ -79,6 +79,11 @@ def of_halves(x: Tensor, network: Network) -> Tensor:
     return x * int(half) * float(half)
 
 
+def pooled(x: Tensor, network: Network) -> Tensor:
+    pooled = F.pad(F.adaptive_avg_pool2d(x, 4), (0, x.shape[3] % 2))
+    return 2 * pooled if pooled.shape[3] == 4 else pooled
+
+
 def by_dtype(x: Tensor, network: Network) -> Tensor:
     return x.clamp(-1, 1) if x.dtype == torch.float16 or x.dim() != 4 else x
 
@@ -108,6 +113,7 @@ def smaller_of(model: nn.Module) -> tuple[nn.Module, sparsity.Report]:
         (of_numbers, [], [(16, 13), (17, 12)]),
         (of_bools, [(9, 9), (9, 15)], [(16, 13), (16, 14)]),
         (of_halves, [(16, 5)], [(17, 13), (18, 13)]),
+        (pooled, [(9, 10)], [(16, 13)]),
         (by_dtype, [(5, 9)], []),
         (by_channels_of_weights, [(6, 9), (7, 9)], []),
     ],
