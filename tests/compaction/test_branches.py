@@ -228,6 +228,9 @@ def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(exported(X), network(X))
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), network(X))
+    compiled = torch.compile(network, backend="eager", fullgraph=True, dynamic=True)
+    for size in [(16, 12), (18, 9)]:
+        torch.testing.assert_close(compiled(x := torch.randn(3, 3, *size)), network(x))
 
 
 @dataclass
