@@ -33,7 +33,9 @@ def same_as_on_example(value: Any, example: Number, where: str) -> Number:
     if has_torch_function_unary(value):  # it is traced
         return handle_torch_function(same_as_on_example, (value,), value, example, where)
     found = type(example)(value)
-    if found != example:
+    # torch.compile cannot compare two bools if sizes vary.
+    differs = (not value if example else value) if isinstance(example, bool) else found != example
+    if differs:
         raise BranchError(
             f"inputs: expected sizes for which what the code of {where} reads is {example}, as for the example with "
             f"which it was traced, got {found}"
@@ -70,10 +72,12 @@ class ValuesOnExample:
         try:
             with torch.no_grad(), self._fake:
                 while open_nodes:
-                    missing = [x for x in open_nodes[-1].all_input_nodes if x not in values]
+                    latest = open_nodes[-1]
+                    missing = [x for x in latest.all_input_nodes if x not in values]
                     if not missing:
-                        latest = open_nodes.pop()
-                        values[latest] = self._interpreter.run_node(latest)
+                        if latest not in values:
+                            values[latest] = self._interpreter.run_node(latest)
+                        open_nodes.pop()
                     open_nodes += missing
         finally:
             self.running = False

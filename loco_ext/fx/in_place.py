@@ -16,6 +16,7 @@ _OUT_OF_PLACE = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+_NAMED_LIKE_WRITES = (operator.and_, operator.or_, operator.not_, operator.is_)
 _IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # in eval mode
 Modules = Mapping[str, nn.Module]
 
@@ -27,7 +28,7 @@ def is_in_place(node: fx.Node, modules: Modules) -> bool:
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.op not in ("call_method", "call_function"):
         return False
-    named = name.endswith("_") and not name.endswith("__")
+    named = name.endswith("_") and not name.endswith("__") and node.target not in _NAMED_LIKE_WRITES
     return named or (node.op == "call_function" and (node.target in _OUT_OF_PLACE or bool(node.kwargs.get("inplace"))))
 
 

@@ -173,10 +173,15 @@ class Unknowns:
 
 
 class Inference:
-    """The sizes of all values in a graph whose nodes have the shapes of their results on an example in their meta."""
+    """The sizes of all values in a graph whose nodes have the shapes of their results on an example in their meta.
 
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self.unknowns = Unknowns()
+    Args:
+        graph: the graph.
+        requirements: whether sizes that layers require hold in the whole graph.
+    """
+
+    def __init__(self, graph: fx.GraphModule, requirements: bool = True) -> None:
+        self.unknowns, self._requirements = Unknowns(), requirements
         self.sizes: dict[fx.Node, Sizes] = {}
         self.integers: dict[fx.Node, Size | Sizes] = {}  # values of nodes that read sizes
         self._modules = dict(graph.named_modules())
@@ -214,7 +219,7 @@ class Inference:
         if sizes is None or len(sizes) != len(shape):
             sizes = tuple(self.unknowns.defined_by((node.name, axis)) for axis in range(len(shape)))
         self.sizes[node] = tuple(self.unknowns.known(size) for size in sizes)
-        for axis, number in _required(self._module(node)).items() if node.args else ():
+        for axis, number in _required(self._module(node)).items() if node.args and self._requirements else ():
             source = self.sizes.get(node.args[0], ())  # type: ignore[arg-type]
             if -len(source) <= axis < len(source):
                 self.unknowns.require(source[axis], number)

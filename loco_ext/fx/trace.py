@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 from torch import Tensor, fx, nn
@@ -43,19 +44,17 @@ class _Tracer(ResultTracer):
         super().__init__()
         self._is_leaf, self._constants, self._example = is_leaf, constants, example_inputs
         self._values: ValuesOnExample | None = None
-        self._required: set[tuple[fx.Node, Any]] = set()
+        self._required: set[tuple[fx.Node, type]] = set()
         self.failed_in = ""  # name and class of the innermost module whose forward has raised
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        if self._constants is None:
-            function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-        else:
-            function, args = self._call_with_constants(root_fn), []
         if self._example is not None:
             self._values = ValuesOnExample(self.root, self.graph, self._example)
-        return function, args
+        if self._constants is None:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        return self._call_with_constants(root_fn), []
 
     def _call_with_constants(self, forward: Callable[..., Any]) -> Callable[[], Any]:
         """Return the call of the model with constants, and with inputs of the graph for all other arguments."""
@@ -98,8 +97,8 @@ class _Tracer(ResultTracer):
         if value is None or isinstance(value, Tensor):
             raise fx.proxy.TraceError("its code depends on numbers of tensors, which differ from input to input")
         example, where = kind(value), self.scope.module_path or "the model"
-        if (obj.node, example) not in self._required:
-            self._required.add((obj.node, example))
+        if (obj.node, kind) not in self._required:
+            self._required.add((obj.node, kind))
             self.create_proxy("call_function", same_as_on_example, (obj, example, where), {})
         return example
 
@@ -137,8 +136,8 @@ def trace(
         is_leaf: says which modules stay one call in the graph; None for what torch.fx does, which traces inside all
             modules but those of torch.nn. If the model itself is to stay one, its name in the graph is "the model".
         constants: arguments of the model that become constants, by name; the graph has no such inputs.
-        example_inputs: arguments of a call. Where the model's code branches on sizes, the graph takes the branches of
-            this call, and raises :class:`BranchError` for inputs that would take others.
+        example_inputs: arguments of a call. If the model cannot be traced without, as its code branches on sizes, the
+            graph takes the branches of this call, and raises :class:`BranchError` for inputs that would take others.
 
     Raises:
         UntraceableError: torch.fx cannot trace the model, or would trace another forward than the one that is called.
@@ -150,10 +149,14 @@ def trace(
         )
     if is_leaf(model):
         model = nn.Sequential(OrderedDict({"the model": model}))
-    before, tracer = set(vars(model)), _Tracer(is_leaf, constants, example_inputs)
+    before, tracer = set(vars(model)), _Tracer(is_leaf, constants, None)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
         return fx.GraphModule(model, graph)
     try:
+        if example_inputs is not None:
+            with suppress(Exception):
+                return fx.GraphModule(model, tracer.trace(model))
+            tracer = _Tracer(is_leaf, constants, example_inputs)
         return fx.GraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"

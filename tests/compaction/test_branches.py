@@ -1,6 +1,7 @@
 """Models whose code branches on sizes: the graph takes the example's branches, and refuses inputs with others."""
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,32 @@ def of_numbers(x: Tensor, network: Network) -> Tensor:
     return x[:, :, : int(x.shape[2]) - 1, : range(x.shape[3])[-2]] * float(x.shape[3])
 
 
+def of_bools(x: Tensor, network: Network) -> Tensor:
+    rest = x.shape[3] % 3
+    return x * int(rest) if rest else x
+
+
+def of_halves(x: Tensor, network: Network) -> Tensor:
+    half = x.shape[2] / 2
+    return x * int(half) * float(half)
+
+
+def pooled(x: Tensor, network: Network) -> Tensor:
+    pooled = F.pad(F.adaptive_avg_pool2d(x, 4), (0, x.shape[3] % 2))
+    return 2 * pooled if pooled.shape[3] == 4 else pooled
+
+
+def by_dtype(x: Tensor, network: Network) -> Tensor:
+    return x.clamp(-1, 1) if x.dtype == torch.float16 or x.dim() != 4 else x
+
+
+def by_channels_of_weights(x: Tensor, network: Network) -> Tensor:
+    kernel = network.second.weight.size()[-2:]
+    if x.shape[1] != network.second.weight.shape[1]:
+        raise ValueError("channels")
+    return F.pad(x, (kernel[1] - 1, 0, x.shape[2] & 1, 0))
+
+
 def smaller_of(model: nn.Module) -> tuple[nn.Module, sparsity.Report]:
     """Return the smaller network, seen to have half of the first layer's channels and the model's results."""
     network, report = sparsity.compact(model.eval(), X, cost="macs")
@@ -84,6 +111,11 @@ def smaller_of(model: nn.Module) -> tuple[nn.Module, sparsity.Report]:
         (enlarged, [(5, 9)], []),
         (in_parts, [(5, 12), (5, 8)], [(5, 5)]),
         (of_numbers, [], [(16, 13), (17, 12)]),
+        (of_bools, [(9, 9), (9, 15)], [(16, 13), (16, 14)]),
+        (of_halves, [(16, 5)], [(17, 13), (18, 13)]),
+        (pooled, [(9, 10)], [(16, 13)]),
+        (by_dtype, [(5, 9)], []),
+        (by_channels_of_weights, [(6, 9), (7, 9)], []),
     ],
 )
 def test_inputs_with_the_same_branches_give_the_models_results_and_others_are_refused(
@@ -99,14 +131,59 @@ def test_inputs_with_the_same_branches_give_the_models_results_and_others_are_re
             with pytest.raises(BranchError, match=r"inputs: expected sizes for which what the code of .* reads is"):
                 each.forward(x)
     assert ("branches" in report.notes) == bool(others)
+    assert between is in_parts or {*report.notes} <= {"branches"}
 
 
-def test_checks_that_no_input_can_fail_are_not_in_the_graph() -> None:
-    def checks(between: Any) -> int:
+def test_inputs_with_other_channels_or_axes_than_the_example_are_refused() -> None:
+    class OfImages(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x.shape) == 3:
+                x = x[None]
+            if x.shape[1] == 4:
+                x = x[:, :3] * x[:, 3:]
+            return super().forward(x)
+
+    model = OfImages(checked)
+    model.first.weight.data[:, 1:] = 0.0
+    network, _ = smaller_of(model)
+    for shape in [(3, 16, 12), (2, 4, 16, 12)]:
+        model(x := torch.randn(shape))
+        with pytest.raises(BranchError):
+            network.forward(x)
+    assert "branches" not in sparsity.compact(Network(checked), X, cost="macs")[1].notes
+
+
+def test_arguments_that_are_no_tensors_are_those_of_the_example() -> None:
+    class Repeating(Network):
+        def forward(self, x: Tensor, flag: bool = True, count: int = 3, *more: Tensor) -> Tensor:
+            for each in more:
+                x = x + each
+            for _ in range(count):
+                x = 2 * x if flag else -x
+            return super().forward(x)
+
+    model = Repeating(checked).eval()
+    network, _ = sparsity.compact(model, (X, False, 1, X), cost="macs")
+    assert network.first.weight.shape[0] == 4  # type: ignore[union-attr, index]
+    torch.testing.assert_close(network(X, False, 1, X), model(X, False, 1, X))
+    for other in [(X, True, 1, X), (X, False, 2, X), (X, False, 1)]:
+        with pytest.raises(BranchError):
+            network.forward(*other)
+
+
+def test_code_without_branches_takes_all_sizes() -> None:
+    network, report = sparsity.compact(model := Network(lambda x, _: x * torch.ones(x.shape[-1])).eval(), X)
+    assert "branches" not in report.notes
+    torch.testing.assert_close(network(x := torch.randn(5, 3, 9, 9)), model(x))
+
+
+def test_checks_that_no_input_of_as_many_axes_can_fail_are_not_in_the_graph() -> None:
+    def checked_of(between: Any) -> list[Any]:
         graph = annotated_graph(Network(between), [X]).graph
-        return len(graph.find_nodes(op="call_function", target=same_as_on_example))
+        return [check.args[0].target for check in graph.find_nodes(op="call_function", target=same_as_on_example)]
 
-    assert checks(checked) == 0 < checks(padded_to_even)
+    assert checked_of(checked) == ["dim"]
+    assert checked_of(padded_to_even) == [operator.mod]
 
 
 @pytest.mark.parametrize("size", [(16, 12), (15, 13), (21, 8)])
@@ -151,6 +228,9 @@ def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(exported(X), network(X))
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), network(X))
+    compiled = torch.compile(network, backend="eager", fullgraph=True, dynamic=True)
+    for size in [(16, 12), (18, 9)]:
+        torch.testing.assert_close(compiled(x := torch.randn(3, 3, *size)), network(x))
 
 
 @dataclass

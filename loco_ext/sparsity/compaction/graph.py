@@ -21,7 +21,8 @@ from loco_ext.sparsity.compaction.layers import as_layers
 
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 _OF_NUMBERS = (*_READING[1:], operator.and_, operator.or_, operator.not_, operator.mod)
-_CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, operator.getitem, length)
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.neg)
+_CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, *_ARITHMETIC, operator.getitem, length, "size", "dim")
 
 
 def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -91,7 +92,7 @@ def _constants(root: nn.Module, given: int) -> dict[str, Any]:
 def _remove_checks(graph: fx.GraphModule) -> None:
     """Remove assertions and their inputs that nothing else reads: they change no result, but read sizes."""
     for node in reversed(graph.graph.nodes):
-        if not node.users and node.op == "call_function" and node.target in _CHECKING:
+        if not node.users and (node.op == "get_attr" or node.target in _CHECKING):
             graph.graph.erase_node(node)
     graph.recompile()
 
@@ -101,7 +102,8 @@ def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
     sizes: dict[fx.Node, Any] = {}
     for node in list(graph.graph.nodes):
         first: Any = node.args[0] if node.args else None
-        if node.target is getattr and node.args[1] == "shape" and first.op == "get_attr":
+        whole = node.args[1:] == (("shape",) if node.target is getattr else ()) and node.target in (getattr, "size")
+        if whole and first.op == "get_attr":
             owner, _, name = str(first.target).rpartition(".")
             shape = getattr(graph.get_submodule(owner), name).shape
             read = [user.args[1] for user in node.users if user.target is operator.getitem]
@@ -113,24 +115,32 @@ def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: sizes.get(x, x))
     for node in reversed(sizes):
         graph.graph.erase_node(node)
-    graph.recompile()
+    _remove_checks(graph)
 
 
 def _remove_constant_branches(graph: fx.GraphModule) -> None:
-    """Remove checks of branches that no input can change: what they read is the same for all that the model accepts."""
+    """Remove checks of branches that no input with as many axes as the example's can change, but check these.
+
+    Sizes that a layer requires are checked nevertheless: inputs of other sizes may take branches without that layer.
+    """
     checks = graph.graph.find_nodes(op="call_function", target=same_as_on_example)
     if not checks:
         return
-    integers, numbers = Inference(graph).integers, dict[fx.Node, Any]()
+    integers, numbers = Inference(graph, requirements=False).integers, dict[fx.Node, Any]()
     for node in graph.graph.nodes:
         size, function = integers.get(node), node.target if node.op == "call_function" else None
         if isinstance(size, Size) and size.number is not None:
             numbers[node] = size.number
         elif function in _OF_NUMBERS and all(x in numbers for x in node.all_input_nodes):
             numbers[node] = function(*(numbers.get(x, x) for x in node.args))
-    for node in checks:
-        if node.args[0] in numbers:
-            graph.graph.erase_node(node)
+    constant = [node for node in checks if node.args[0] in numbers]
+    for node in constant:
+        graph.graph.erase_node(node)
+    tensors = [node for node in graph.graph.find_nodes(op="placeholder") if constant and "shape" in node.meta]
+    with graph.graph.inserting_before(next(node for node in graph.graph.nodes if node.op != "placeholder")):
+        for node in tensors:
+            axes = graph.graph.call_method("dim", (node,))
+            graph.graph.call_function(same_as_on_example, (axes, len(node.meta["shape"]), "the model"))
     _remove_checks(graph)
 
 

@@ -22,6 +22,7 @@ from loco_ext.fx.operations import (
     only_user,
     operation,
     places,
+    reads_numbers,
 )
 from loco_ext.fx.sizes import Inference
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
@@ -38,7 +39,7 @@ class Role(Enum):
     PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
     PERMUTE = "permute"  # moves channels to another axis
     FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
-    SIZE = "size"  # reads sizes of other axes
+    SIZE = "size"  # reads sizes of other axes, or what does not depend on channels
     OTHER = "other"  # nothing is known about the channels
 
 
@@ -250,10 +251,12 @@ class GraphInfo:
         return None if groups is None else channels.reshape(groups, -1).T.reshape(-1)
 
     def _reads_other_sizes(self, node: fx.Node) -> bool:
-        """Return whether the node reads sizes of its argument, none of them being its number of channels."""
+        """Return whether the node reads sizes of its argument, or its dtype, but no number of channels that changes."""
         source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or "shape" not in source.meta:
+        if not isinstance(source, fx.Node) or "shape" not in source.meta or reads_numbers(node):
             return False
+        if source.op == "placeholder" or node.target == "dim" or node.args[1:] in (("ndim",), ("dtype",), ("device",)):
+            return True
         dims, axis = rank(source), self.axis(source)
         sized = node.op == "call_method" and node.target == "size"
         if sized and len(node.args) == 2:
