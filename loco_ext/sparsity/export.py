@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from loco_ext.argument_checks import check_module
 from loco_ext.errors import first_line
 from loco_ext.extras import need
+from loco_ext.fx.branches import same_as_on_example
 from loco_ext.output import replacing
+from loco_ext.sparsity.compaction.graph import checks_that_may_fail, record
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 _LARGEST = 2**31 - 2**24  # bytes of tensors: protobuf is limited to 2 GiB, and the graph takes space too
@@ -58,6 +60,8 @@ def export_onnx(
         {0: batch, **({d: sizes for d in range(2, value.ndim)} if dynamic_size else {})} for value in inputs
     )
     network = copy.deepcopy(model).cpu().eval()
+    if dynamic_size:
+        _check_branches(network, inputs)
     with _silence():
         try:
             # Given the model itself, the exporter would make dimensions constant where the model fixes them.
@@ -82,6 +86,19 @@ def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
     size = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     if size > _LARGEST:
         raise ValueError(f"model: expected tensors of less than 2 GiB, which fit in one ONNX file, got {size:,} bytes")
+
+
+def _check_branches(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Raise ModelFileError if the network refuses images of some sizes, which a file for images of any size cannot."""
+    if not isinstance(network, fx.GraphModule):
+        return
+    if network.graph.find_nodes(op="call_function", target=same_as_on_example):
+        record(network, inputs)
+        for check in checks_that_may_fail(network, requirements=True):
+            raise ModelFileError(
+                "model: cannot be exported to ONNX for images of any size: it takes the branches of one size in the "
+                f"code of {check.args[2]}"
+            )
 
 
 def _check_pools(graph: fx.Graph) -> None:

@@ -233,6 +233,16 @@ def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled(x := torch.randn(3, 3, *size)), network(x))
 
 
+def test_files_for_images_of_any_size_hold_no_network_with_branches(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    branching, _ = smaller_of(Network(padded_to_even))
+    with pytest.raises(sparsity.ModelFileError, match="for images of any size: it takes the branches of one size in"):
+        sparsity.export_onnx(branching, X, tmp_path / "model.onnx", dynamic_size=True)
+    constant, _ = smaller_of(Network(checked))
+    sparsity.export_onnx(constant, X, tmp_path / "model.onnx", dynamic_size=True)
+
+
 @dataclass
 class Output(dict):  # type: ignore[type-arg]
     """A dict whose entries are attributes as well."""

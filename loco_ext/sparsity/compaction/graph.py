@@ -118,6 +118,24 @@ def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
     _remove_checks(graph)
 
 
+def checks_that_may_fail(graph: fx.GraphModule, requirements: bool) -> list[fx.Node]:
+    """Return the checks of branches whose number may be another for inputs of other sizes.
+
+    Args:
+        graph: graph whose nodes have the shapes of their results in their meta.
+        requirements: whether inputs have the sizes that layers require.
+    """
+    integers, numbers = Inference(graph, requirements).integers, dict[fx.Node, Any]()
+    for node in graph.graph.nodes:
+        size, function = integers.get(node), node.target if node.op == "call_function" else None
+        if isinstance(size, Size) and size.number is not None:
+            numbers[node] = size.number
+        elif function in _OF_NUMBERS and all(x in numbers for x in node.all_input_nodes):
+            numbers[node] = function(*(numbers.get(x, x) for x in node.args))
+    checks = graph.graph.find_nodes(op="call_function", target=same_as_on_example)
+    return [node for node in checks if node.args[0] not in numbers]
+
+
 def _remove_constant_branches(graph: fx.GraphModule) -> None:
     """Remove checks of branches that no input with as many axes as the example's can change, but check these.
 
@@ -126,14 +144,8 @@ def _remove_constant_branches(graph: fx.GraphModule) -> None:
     checks = graph.graph.find_nodes(op="call_function", target=same_as_on_example)
     if not checks:
         return
-    integers, numbers = Inference(graph, requirements=False).integers, dict[fx.Node, Any]()
-    for node in graph.graph.nodes:
-        size, function = integers.get(node), node.target if node.op == "call_function" else None
-        if isinstance(size, Size) and size.number is not None:
-            numbers[node] = size.number
-        elif function in _OF_NUMBERS and all(x in numbers for x in node.all_input_nodes):
-            numbers[node] = function(*(numbers.get(x, x) for x in node.args))
-    constant = [node for node in checks if node.args[0] in numbers]
+    changing = checks_that_may_fail(graph, requirements=False)
+    constant = [node for node in checks if node not in changing]
     for node in constant:
         graph.graph.erase_node(node)
     tensors = [node for node in graph.graph.find_nodes(op="placeholder") if constant and "shape" in node.meta]
