@@ -29,7 +29,8 @@ OURS = ("shrink_to", 0.5)
 HALVES = {("dense", 1.0): "dense", ("uniform width", 0.5): "fewer channels", OURS: "`shrink_to`"}
 HALVES |= {("Budget", 0.5): "`Budget`"}
 HALVES |= {("shrink_to, by fours", 0.5): "`shrink_to(..., round_to=4)`"}
-HALVES |= {("shrink_to, latency", 0.5): "`shrink_to(..., latency=...)`", (PEER, 0.5): PEER}
+HALVES |= {("shrink_to, latency", 0.5): "`shrink_to(..., latency=...)`"}
+HALVES |= {("Budget, latency", 0.5): "`Budget(..., latency=...)`", (PEER, 0.5): PEER}
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
