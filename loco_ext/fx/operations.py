@@ -60,14 +60,17 @@ def reads_numbers(node: fx.Node) -> bool:
     return node.target is not getattr or node.args[1] not in ("shape", "ndim", "dtype", "device")
 
 
+def is_constant_slice(index: Any) -> bool:
+    """Return whether an index is a slice none of whose limits the network computes."""
+    return isinstance(index, slice) and not any(isinstance(x, fx.Node) for x in (index.start, index.stop, index.step))
+
+
 def places(index: Any, count: int) -> Sequence[int]:
     """Return the places among so many that an index picks; all of them if the network computes it."""
     every = range(count)
     if isinstance(index, int):
         return [every[index]]
-    if isinstance(index, slice) and not any(isinstance(x, fx.Node) for x in (index.start, index.stop, index.step)):
-        return every[index]
-    return every
+    return every[index] if is_constant_slice(index) else every
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

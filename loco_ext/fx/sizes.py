@@ -19,7 +19,15 @@ from torch import fx, nn
 
 from loco_ext.fx.branches import length
 from loco_ext.fx.modules import has_forward_hooks, paddings
-from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, axes_in_order, operation
+from loco_ext.fx.operations import (
+    ADAPTIVE_POOLS,
+    ARITHMETIC,
+    KEEPING_SHAPE,
+    POOLS,
+    axes_in_order,
+    is_constant_slice,
+    operation,
+)
 from loco_ext.ops.channels import features_beside
 
 _ONE = 0  # represents the number 1 among the unknown sizes, which are numbered from 1
@@ -357,7 +365,7 @@ def _with_size(sizes: Sizes, axis: int, size: Size) -> Sizes:
 
 
 def _picked(sizes: Sizes, place: Any) -> Size | Sizes | None:
-    if isinstance(place, slice) and not any(isinstance(x, fx.Node) for x in (place.start, place.stop, place.step)):
+    if is_constant_slice(place):
         return sizes[place]
     return sizes[place] if isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
 
