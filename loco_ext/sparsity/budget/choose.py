@@ -68,6 +68,50 @@ class LayerChoices:
         return len(self.taps) - 1
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Layers that write the same classes of channels, and decide together.
+
+    Attributes:
+        layers: the layers, by index, ``[n]``.
+        written: the classes that they write, ascending, ``[w]``.
+        writes: for each of the layers, the place in ``written`` of each filter's class, ``[C_out]``.
+        writers: how many filters of each layer write each class, ``[n, w]``.
+        gone: importance that is lost with each class, ``[w]``.
+        concerned: these layers and those that read the classes, by index, ascending, ``[c]``.
+        own: places of ``layers`` in ``concerned``, ``[n]``.
+        reads: how many input channels of each layer that is concerned are of each class, ``[c, w]``.
+    """
+
+    layers: list[int]
+    written: Integers
+    writes: list[Integers]
+    writers: Floats
+    gone: Floats
+    concerned: Integers
+    own: Integers
+    reads: Floats
+
+    def summed(self, place: int, values: Floats | Integers) -> Floats:
+        """Return the sums of the values of one layer's filters over each class."""
+        return np.asarray(np.bincount(self.writes[place], values, len(self.written)), np.float64)
+
+
+@dataclass
+class _State:
+    """Sizes, and what follows from them.
+
+    Attributes:
+        sizes: for each layer, the choice of each filter.
+        stays: the classes that stay, ``[classes]``.
+        counts: number of input channels, of filters and of the filters' taps of each layer, ``[3, layers]``.
+    """
+
+    sizes: Sizes
+    stays: Booleans
+    counts: Floats
+
+
 class SizeProblem:
     """Layers that share classes of channels.
 
@@ -93,23 +137,11 @@ class SizeProblem:
         self._alone = np.asarray([layer.reads is None for layer in layers])
         self._units = np.asarray([layer.unit for layer in layers])
         self._whole = np.asarray([layer.taps[0] for layer in layers])
-        self._widths = self._inputs(np.ones(count, bool))
+        self._widths = np.where(self._alone, 1.0, self._reads.sum(1))
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
-        self._blocks = _blocks_that_share_classes(layers, count)
-        self._of_layers = [np.unique(layer.writes) for layer in layers]
-        # By the first layer of a block: the classes that its layers write, these layers and those that read the
-        # classes, and what is lost with each class.
-        self._written = {
-            block[0]: np.unique(np.concatenate([layers[i].writes for i in block])) for block in self._blocks
-        }
-        self._concerned = {
-            block[0]: np.union1d(block, np.flatnonzero(self._reads[:, self._written[block[0]]].any(1)))
-            for block in self._blocks
-        }
-        self._gone = {
-            block[0]: sum(self._summed(layers[i], layers[i].lost[:, -1]) for i in block) for block in self._blocks
-        }
+        self._passed: dict[tuple[float, float], Sizes] = {}  # by the first price and a later one, for other budgets
+        self._blocks = [self._block(each) for each in _layers_that_share_classes(layers, count)]
 
     def whole(self) -> Sizes:
         """Return the first choice for every filter."""
@@ -124,9 +156,8 @@ class SizeProblem:
 
     def cost(self, sizes: Sizes) -> float:
         """Return the exact cost of these sizes."""
-        stays = self.stays(sizes)
-        in_layers = self._costs(self._all, self._inputs(stays), *self._totals(sizes)).sum()
-        return float(in_layers + self.class_costs[stays].sum()) + self.rest
+        now = self._state(sizes)
+        return float(self._costs(self._all, *now.counts).sum() + self.class_costs[now.stays].sum()) + self.rest
 
     def share(self, sizes: Sizes) -> float:
         """Return the cost of these sizes as a share of that of whole filters."""
@@ -137,11 +168,10 @@ class SizeProblem:
 
         The filters that write one channel share what the layers cost that read it.
         """
-        whole = self.whole()
-        inputs, writers = self._inputs(self.stays(whole)), sum(self._writers(layer) for layer in self.layers)
-        filters, taps = self._totals(whole)
-        reading = self._prices_of_classes(filters, taps) / np.maximum(writers, 1)
-        own = self._costs(self._all, inputs, filters, taps) / filters
+        counts = self._state(self.whole()).counts
+        writers = sum(np.bincount(layer.writes, minlength=len(self.fixed)) for layer in self.layers)
+        reading = self._prices_of_classes(counts) / np.maximum(writers, 1)
+        own = self._costs(self._all, *counts) / counts[1]
         return [float(cost + reading[layer.writes].mean()) for layer, cost in zip(self.layers, own, strict=True)]
 
     def lost(self, sizes: Sizes) -> float:
@@ -151,13 +181,12 @@ class SizeProblem:
 
     def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS) -> Sizes:
         """Return sizes that are at least as good at this price; layers take turns until none changes."""
-        sizes = [chosen.copy() for chosen in sizes]
-        stays, totals = self.stays(sizes), self._totals(sizes)
+        now = self._state(list(sizes))
         for _ in range(most_rounds):
             # any() gets a list, because every block has to decide even after one has changed.
-            if not any([self._decide(block, sizes, stays, totals, price) for block in self._blocks]):
+            if not any([self._decide(block, now, price) for block in self._blocks]):
                 break
-        return sizes
+        return now.sizes
 
     def at(self, price: float) -> Sizes:
         """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
@@ -185,12 +214,14 @@ class SizeProblem:
             if self.cost(self.improve(sizes, price, most_rounds=1)) > budget:
                 break
             price /= _FALL
-        below = sizes
+        first, below = price, sizes
         while self.cost(below) > budget:
             if price > end:
                 return below
             sizes, price = below, price * _RISE
-            below = self.improve(sizes, price, most_rounds=1)
+            if (first, price) not in self._passed:
+                self._passed[first, price] = self.improve(sizes, price, most_rounds=1)
+            below = self._passed[first, price]
         low, high = price / _RISE, price
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
@@ -207,28 +238,28 @@ class SizeProblem:
         """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
         whole, finite = self.whole(), [layer.lost[np.isfinite(layer.lost)] for layer in self.layers]
         total = float(sum(each.sum() for each in finite)) or 1.0
-        inputs = np.maximum(self._inputs(self.stays(whole)), 1.0)
-        least = float((self._costs(self._all, inputs, self._totals(whole)[0], 1.0) / inputs).min())
+        inputs, filters, _ = np.maximum(self._state(whole).counts, 1.0)
+        least = float((self._costs(self._all, inputs, filters, 1.0) / inputs).min())
         return _FIRST_PRICE * total / self.cost(whole), _RISE * total / least
 
-    def _summed(self, layer: LayerChoices, values: Floats) -> Floats:
-        """Return the sums of the values of a layer's filters over each class."""
-        return np.bincount(layer.writes, values, minlength=len(self.fixed)).astype(np.float64)
+    def _block(self, layers: list[int]) -> _Block:
+        """Return what the decision of layers depends on that write the same classes."""
+        writes = [self.layers[i].writes for i in layers]
+        written = np.unique(np.concatenate(writes))
+        places = [np.searchsorted(written, each) for each in writes]
+        writers = np.asarray([np.bincount(each, minlength=len(written)) for each in places], np.float64)
+        lost = zip(places, (self.layers[i].lost[:, -1] for i in layers), strict=True)
+        gone = np.sum([np.bincount(each, values, len(written)) for each, values in lost], 0)
+        concerned = np.union1d(layers, np.flatnonzero(self._reads[:, written].any(1)))
+        own, reads = np.searchsorted(concerned, layers), self._reads[np.ix_(concerned, written)]
+        return _Block(layers, written, places, writers, gone, concerned, own, reads)
 
-    def _writers(self, layer: LayerChoices) -> Integers:
-        """Return how many of a layer's filters write each class."""
-        return np.bincount(layer.writes, minlength=len(self.fixed))
-
-    def _inputs(self, stays: Booleans) -> Floats:
-        """Return the number of input channels that are left to a filter of each layer."""
+    def _state(self, sizes: Sizes) -> _State:
+        stays, pairs = self.stays(sizes), list(zip(self.layers, sizes, strict=True))
         read = np.bincount(self._readers, self._times_read * stays[self._read], minlength=len(self.layers))
-        return np.where(self._alone, 1.0, read)
-
-    def _totals(self, sizes: Sizes) -> Floats:
-        """Return the numbers of each layer's filters that stay and of their taps, ``[2, layers]``."""
-        pairs = list(zip(self.layers, sizes, strict=True))
         filters = [(chosen != layer.gone).sum() for layer, chosen in pairs]
-        return np.asarray([filters, [layer.taps[chosen].sum() for layer, chosen in pairs]], np.float64)
+        taps = [layer.taps[chosen].sum() for layer, chosen in pairs]
+        return _State(sizes, stays, np.asarray([np.where(self._alone, 1.0, read), filters, taps], np.float64))
 
     def _costs(self, layers: Integers, inputs: Floats, filters: Floats, taps: Floats | float) -> Floats:
         """Return what layers, given by index, cost with numbers of input channels, filters, and taps of all filters.
@@ -239,91 +270,88 @@ class SizeProblem:
             return self._units[layers] * inputs * taps
         return self._times(layers, inputs, filters) * taps / (self._whole[layers] * np.maximum(filters, 1.0))
 
-    def _prices_of_classes(self, filters: Floats, taps: Floats) -> Floats:
-        """Return the mean cost of each class beside its filters' taps: its own, and that of the taps that read it."""
-        if self._times is None:
-            reading = self._units * taps
-        else:
-            with_and_without = (self._costs(self._all, n * self._widths, filters, taps) for n in (1.0, 0.0))
-            reading = np.subtract(*with_and_without) / np.maximum(self._widths, 1.0)
-        return self.class_costs + reading @ self._reads
-
-    def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, totals: Floats, price: float) -> bool:
-        """Choose the sizes of layers that share classes, all others being given, and return whether any has changed.
+    def _prices_of_classes(self, counts: Floats, block: _Block | None = None) -> Floats:
+        """Return the mean cost of each class beside its filters' taps: its own, and that of the taps that read it.
 
         Args:
-            sizes, stays, totals: sizes, and what follows from them; those of the block are replaced.
+            counts: numbers of input channels, filters and taps, ``[3, layers]``.
+            block: only the classes that it writes; by default all.
         """
-        keep, before = price * self._prices_of_classes(*totals), [sizes[i] for i in block]
-        best, lost = {}, np.zeros(len(self.fixed))
-        rates = self._costs(self._all, self._inputs(stays), np.maximum(totals[0], 1.0), 1.0)
-        for i in block:
+        layers, reads = (self._all, self._reads) if block is None else (block.concerned, block.reads)
+        own = self.class_costs if block is None else self.class_costs[block.written]
+        _, filters, taps = counts[:, layers]
+        if self._times is None:
+            reading = self._units[layers] * taps
+        else:
+            widths = self._widths[layers]
+            all_and_none = self._costs(layers, np.stack([widths, np.zeros(len(widths))]), filters, taps)
+            reading = np.subtract(*all_and_none) / np.maximum(widths, 1.0)
+        return own + reading @ reads
+
+    def _decide(self, block: _Block, now: _State, price: float) -> bool:
+        """Choose the sizes of a block, all others being given, and return whether any has changed."""
+        keep, lost = price * self._prices_of_classes(now.counts, block), np.zeros(len(block.written))
+        inputs, filters, _ = now.counts[:, block.layers]
+        rates, best = self._costs(np.asarray(block.layers), inputs, np.maximum(filters, 1.0), 1.0), []
+        for place, (i, rate) in enumerate(zip(block.layers, rates, strict=True)):
             layer = self.layers[i]
-            values = layer.lost + price * rates[i] * layer.taps
-            best[i] = values[:, :-1].argmin(1)
-            place = np.arange(len(best[i])), best[i]
-            keep += self._summed(layer, values[place])
-            lost += self._summed(layer, layer.lost[place])
-        gone = self._gone[block[0]]
-        order, forced = self._order(block, gone - keep)
-        gone = np.where(np.isfinite(gone), gone, 0.0)  # those that must stay are before all that may go
+            values = layer.lost[:, :-1] + price * rate * layer.taps[:-1]
+            chosen = values.argmin(1)
+            at = np.arange(len(chosen)), chosen
+            keep += block.summed(place, values[at])
+            lost += block.summed(place, layer.lost[at])
+            best.append(chosen)
+        order, forced = self._order(block, block.gone - keep)
+        gone = np.where(np.isfinite(block.gone), block.gone, 0.0)  # those that must stay are before all that may go
         if self._times is not None:
-            objectives = self._objectives(block, order, best, lost - gone, stays, totals, price)
+            objectives = self._objectives(block, order, best, lost - gone, now, price)
         else:
             objectives = _sums(keep[order] - gone[order])
         counts = np.arange(len(order) + 1)
         allowed = (counts >= forced) & ((counts % self.round_to == 0) | (counts == len(order)))
         count = counts[allowed][objectives[allowed].argmin()]
-        stays[order[:count]], stays[order[count:]] = True, False
-        for i in block:
-            layer = self.layers[i]
-            sizes[i] = np.where(stays[layer.writes], best[i], layer.gone)
-            totals[:, i] = (sizes[i] != layer.gone).sum(), layer.taps[sizes[i]].sum()
-        return not all(map(np.array_equal, before, (sizes[i] for i in block)))
+        stays = np.zeros(len(order), bool)
+        stays[order[:count]] = True
+        now.counts[0, block.concerned] += block.reads @ (stays * 1.0 - now.stays[block.written])
+        now.stays[block.written] = stays
+        changed = False
+        for i, writes, chosen in zip(block.layers, block.writes, best, strict=True):
+            layer, before = self.layers[i], now.sizes[i]
+            now.sizes[i] = np.where(stays[writes], chosen, layer.gone)
+            now.counts[1:, i] = (now.sizes[i] != layer.gone).sum(), layer.taps[now.sizes[i]].sum()
+            changed |= not np.array_equal(before, now.sizes[i])
+        return changed
 
-    def _order(self, block: list[int], gains: Floats) -> tuple[Integers, int]:
-        """Return the classes that a block writes, those that gain the most if they stay first, and how many must stay.
+    def _order(self, block: _Block, gains: Floats) -> tuple[Integers, int]:
+        """Return the places of a block's classes, those that gain the most if they stay first, and how many must stay.
 
         Those that must stay are before all others: fixed ones, and the best of each layer that keeps so many filters.
         """
-        forced = self.fixed | np.isinf(gains)
-        for layer, classes in ((self.layers[i], self._of_layers[i]) for i in block):
-            missing = layer.least - int(forced[layer.writes].sum())
+        forced = self.fixed[block.written] | np.isinf(gains)
+        for i, writes, writers in zip(block.layers, block.writes, block.writers, strict=True):
+            missing = self.layers[i].least - int(forced[writes].sum())
             if missing > 0:
-                free = classes[~forced[classes]]
+                free = np.flatnonzero(~forced & (writers > 0))
                 forced[free[np.argsort(-gains[free], kind="stable")[:missing]]] = True
-        written = self._written[block[0]]
-        order = written[np.lexsort((-gains[written], ~forced[written]))]
-        return order, int(forced[written].sum())
+        return np.lexsort((-gains, ~forced)), int(forced.sum())
 
     def _objectives(
-        self,
-        block: list[int],
-        order: Integers,
-        best: dict[int, Integers],
-        lost: Floats,
-        stays: Booleans,
-        totals: Floats,
-        price: float,
+        self, block: _Block, order: Integers, best: list[Integers], lost: Floats, now: _State, price: float
     ) -> Floats:
-        """Return the objective of keeping the first so many classes of an order, ``[classes + 1]``, but for a constant.
+        """Return the objective of keeping the first so many classes of a block, ``[w + 1]``, but for a constant.
 
         Args:
-            block: layers that write the classes.
+            order: places of the classes.
             best: choices of the layers' filters that stay.
             lost: importance lost with each class that stays, less that which is lost if it goes.
-            stays, totals: what follows from the sizes of all layers.
         """
-        outside, layers = stays.copy(), self._concerned[block[0]]
-        outside[order] = False
-        inputs, (filters, taps) = self._inputs(outside)[layers, None], totals[:, layers, None]
-        filters, taps = (np.repeat(each, len(order) + 1, 1) for each in (filters, taps))
-        for place in np.flatnonzero(np.isin(layers, block)):
-            layer, chosen = self.layers[layers[place]], best[layers[place]]
-            filters[place] = _sums(self._summed(layer, np.ones(len(chosen)))[order])
-            taps[place] = _sums(self._summed(layer, layer.taps[chosen].astype(np.float64))[order])
-        costs = self._costs(layers[:, None], inputs + _sums(self._reads[layers][:, order]), filters, taps).sum(0)
-        costs += _sums(self.class_costs[order])
+        inputs, filters, taps = np.repeat(now.counts[:, block.concerned, None], len(order) + 1, 2)
+        inputs += _sums(block.reads[:, order]) - (block.reads @ now.stays[block.written])[:, None]
+        for place, (own, i) in enumerate(zip(block.own, block.layers, strict=True)):
+            filters[own] = _sums(block.writers[place, order])
+            taps[own] = _sums(block.summed(place, self.layers[i].taps[best[place]])[order])
+        costs = self._costs(block.concerned[:, None], inputs, filters, taps).sum(0)
+        costs += _sums(self.class_costs[block.written[order]])
         return _sums(lost[order]) + price * costs
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
@@ -379,20 +407,19 @@ class SizeProblem:
         i, j, k = np.ogrid[first : len(fewer) + 1, len(fewer) + 1 : len(moves), :third]
         if not 0 < i.size * j.size * k.size <= _MOST_EXCHANGES:
             return None
-        stays = self.stays(sizes)
-        effects = np.stack([self._effect(sizes, stays, changed) for _, changed in moves])
+        now = self._state(sizes)
+        effects = np.stack([self._effect(now, changed) for _, changed in moves])
         of, lost = np.asarray([block for block, _ in moves]), effects[:, 0, -1]
         apart = (of[i] != of[j]) & (of[j] != of[k]) & ((of[i] != of[k]) | (k == 0))
         once = (k == 0) | (k > j) | ((k > i) & (k <= len(fewer)))
         together = lost[i] + lost[j] + lost[k]
         places = np.nonzero(apart & once & (together < -_LEAST_GAIN * self.lost(sizes)))
         chosen = np.stack(places, 1)[np.argsort(together[places], kind="stable")] + [first, len(fewer) + 1, 0]
-        now = np.stack([self._inputs(stays), *self._totals(sizes)])
         for start in range(0, len(chosen), _TOGETHER):
             some = chosen[start : start + _TOGETHER]
             change = effects[some].sum(1)
-            in_layers = self._costs(self._all, *(now + change[:, :, :-1]).swapaxes(0, 1)).sum(1)
-            costs = in_layers + change[:, 1, -1] + self.class_costs[stays].sum() + self.rest
+            in_layers = self._costs(self._all, *(now.counts + change[:, :, :-1]).swapaxes(0, 1)).sum(1)
+            costs = in_layers + change[:, 1, -1] + self.class_costs[now.stays].sum() + self.rest
             for three in some[costs <= budget]:
                 new = {layer: each for move in three for layer, each in moves[move][1].items()}
                 changed = [new.get(layer, each) for layer, each in enumerate(sizes)]
@@ -408,35 +435,37 @@ class SizeProblem:
         """
         fewer: list[Move] = []
         more: list[Move] = []
-        stays, rates = self.stays(sizes), self._rates(sizes)
-        reading = self._prices_of_classes(*self._totals(sizes))
+        now, rates = self._state(sizes), self._rates(sizes)
         for number, block in enumerate(self._blocks):
-            lost, won, spent, best = np.zeros(len(stays)), np.zeros(len(stays)), reading.copy(), {}
-            for i in block:
+            lost, won = np.zeros((2, len(block.written)))
+            spent, best = self._prices_of_classes(now.counts, block), []
+            for place, i in enumerate(block.layers):
                 layer, every = self.layers[i], np.arange(len(sizes[i]))
-                best[i] = (layer.lost + price * rates[i] * layer.taps)[:, :-1].argmin(1)
-                lost += self._summed(layer, layer.lost[:, -1] - layer.lost[every, sizes[i]])
-                won += self._summed(layer, layer.lost[:, -1] - layer.lost[every, best[i]])
-                spent += self._summed(layer, rates[i] * layer.taps[best[i]])
+                best.append((layer.lost + price * rates[i] * layer.taps)[:, :-1].argmin(1))
+                lost += block.summed(place, layer.lost[:, -1] - layer.lost[every, sizes[i]])
+                won += block.summed(place, layer.lost[:, -1] - layer.lost[every, best[place]])
+                spent += block.summed(place, rates[i] * layer.taps[best[place]])
                 if steps != _ONE:
                     fewer += [(number, {i: chosen}) for chosen in self._other_rings(layer, sizes[i], 1, steps)]
                     more += [(number, {i: chosen}) for chosen in self._other_rings(layer, sizes[i], -1, steps)]
-            written = self._written[block[0]]
-            left, gone = written[stays[written]], written[~stays[written]]
-            free = left[~self.fixed[left] & np.isfinite(lost[left])]
+            stays = now.stays[block.written]
+            free = np.flatnonzero(stays & ~self.fixed[block.written] & np.isfinite(lost))
             free = free[np.argsort(lost[free], kind="stable")]
+            gone = np.flatnonzero(~stays)
             gone = gone[np.argsort(-won[gone] / spent[gone], kind="stable")]
-            odd = (len(left) - 1) % self.round_to + 1
+            every = np.arange(len(stays))
+            odd = (int(stays.sum()) - 1) % self.round_to + 1
             for count in (odd + (n - 1) * self.round_to for n in steps):
                 if count > len(free):
                     break
-                goes = np.isin(np.arange(len(stays)), free[:count])
-                changed = {i: np.where(goes[self.layers[i].writes], self.layers[i].gone, sizes[i]) for i in block}
-                if all((changed[i] != self.layers[i].gone).sum() >= max(self.layers[i].least, 1) for i in block):
+                goes, changed = np.isin(every, free[:count]), {}
+                for i, writes in zip(block.layers, block.writes, strict=True):
+                    changed[i] = np.where(goes[writes], self.layers[i].gone, sizes[i])
+                if all((changed[i] != self.layers[i].gone).sum() >= max(self.layers[i].least, 1) for i in block.layers):
                     fewer.append((number, changed))
             for count in sorted({min(n * self.round_to, len(gone)) for n in steps} - {0}):
-                comes = np.isin(np.arange(len(stays)), gone[:count])
-                more.append((number, {i: np.where(comes[self.layers[i].writes], best[i], sizes[i]) for i in block}))
+                comes, places = np.isin(every, gone[:count]), zip(block.layers, block.writes, best, strict=True)
+                more.append((number, {i: np.where(comes[writes], new, sizes[i]) for i, writes, new in places}))
         return fewer, more
 
     @staticmethod
@@ -448,20 +477,21 @@ class SizeProblem:
         order = able[np.argsort(lost, kind="stable")[: np.isfinite(lost).sum()]]
         return [np.where(np.isin(np.arange(len(chosen)), order[:n]), other, chosen) for n in steps if n <= len(order)]
 
-    def _effect(self, sizes: Sizes, stays: Booleans, changed: dict[int, Integers]) -> Floats:
+    def _effect(self, now: _State, changed: dict[int, Integers]) -> Floats:
         """Return what new sizes of the layers of a block change, ``[3, layers + 1]``.
 
         The rows are the input channels, filters and taps of each layer; the last column begins with the importance lost
         and the cost of classes. The effects of several blocks add up.
         """
-        effect, after = np.zeros((3, len(self.layers) + 1)), stays.copy()
+        effect, after = np.zeros((3, len(self.layers) + 1)), now.stays.copy()
         for i, new in changed.items():
-            layer, every = self.layers[i], np.flatnonzero(new != sizes[i])
-            effect[0, -1] += (layer.lost[every, new[every]] - layer.lost[every, sizes[i][every]]).sum()
-            effect[1, i] = (new != layer.gone).sum() - float((sizes[i] != layer.gone).sum())
-            effect[2, i] = (layer.taps[new[every]] - layer.taps[sizes[i][every]]).sum()
+            layer, old = self.layers[i], now.sizes[i]
+            every = np.flatnonzero(new != old)
+            effect[0, -1] += (layer.lost[every, new[every]] - layer.lost[every, old[every]]).sum()
+            effect[1:, i] = (new != layer.gone).sum(), layer.taps[new].sum()
+            effect[1:, i] -= now.counts[1:, i]
             after[layer.writes[every]] = new[every] != layer.gone
-        others = np.flatnonzero(after != stays)
+        others = np.flatnonzero(after != now.stays)
         signs = np.where(after[others], 1.0, -1.0)
         effect[1, -1] = self.class_costs[others] @ signs
         effect[0, :-1] = self._reads[:, others] @ signs
@@ -471,16 +501,20 @@ class SizeProblem:
         """Return the possible additions: rings of filters that are not removed, and channels."""
         stays, rates = self.stays(sizes), self._rates(sizes)
         found: list[Addition] = []
-        for i, layer in enumerate(self.layers):
-            for j, now in enumerate(sizes[i].tolist()):
-                won, spent = self._won_and_spent(layer, rates[i], now, j)
-                if now > 0 and stays[layer.writes[j]] and np.isfinite(won).all():
-                    found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
+        for i, (layer, chosen) in enumerate(zip(self.layers, sizes, strict=True)):
+            some = np.flatnonzero(stays[layer.writes])
+            now, choices = chosen[some, None], np.arange(len(layer.taps))
+            won, spent = layer.lost[some, now[:, 0], None] - layer.lost[some], rates[i] * (layer.taps - layer.taps[now])
+            places, more = np.nonzero((choices < now) & np.isfinite(won))
+            gains = (won[places, more] / spent[places, more]).tolist()
+            changes = zip(gains, some[places].tolist(), more.tolist(), strict=True)
+            found += [(gain, [(i, j, choice)]) for gain, j, choice in changes]
         return found + [addition for additions in self._more_channels(sizes, price) for addition in additions]
 
     def _more_channels(self, sizes: Sizes, price: float) -> list[list[Addition]]:
         """Return, for each block of layers, additions of ``round_to`` classes each, the most important first."""
-        stays, reading, rates = self.stays(sizes), self._prices_of_classes(*self._totals(sizes)), self._rates(sizes)
+        now, rates = self._state(sizes), self._rates(sizes)
+        stays, reading = now.stays, self._prices_of_classes(now.counts)
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
         whole: dict[int, list[Addition]] = {}
         for i, layer in enumerate(self.layers):
@@ -496,13 +530,13 @@ class SizeProblem:
                 cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
                 gain = sum(won[n] for (won, _, _), n in pairs) / cost
                 whole.setdefault(one, []).append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
-        missing = [[whole[one] for one in self._written[block[0]] if one in whole] for block in self._blocks]
+        missing = [[whole[one] for one in block.written.tolist() if one in whole] for block in self._blocks]
         return [_several(each, self.round_to) for each in missing]
 
     def _rates(self, sizes: Sizes) -> Floats:
         """Return what a tap of each layer's filters costs, for one input channel at least."""
-        inputs, filters = self._inputs(self.stays(sizes)), self._totals(sizes)[0]
-        return self._costs(self._all, np.maximum(inputs, 1.0), np.maximum(filters, 1.0), 1.0)
+        inputs, filters, _ = np.maximum(self._state(sizes).counts, 1.0)
+        return self._costs(self._all, inputs, filters, 1.0)
 
     @staticmethod
     def _won_and_spent(layer: LayerChoices, rate: float, now: int, j: int) -> tuple[Floats, Floats]:
@@ -533,8 +567,8 @@ def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
     return [(sum(gain for gain, _ in group) / len(group), each) for group, each in zip(groups, changes, strict=True)]
 
 
-def _blocks_that_share_classes(layers: list[LayerChoices], count: int) -> list[list[int]]:
-    """Return the layers in blocks, such that no class is written by layers of two blocks."""
+def _layers_that_share_classes(layers: list[LayerChoices], count: int) -> list[list[int]]:
+    """Return the layers in groups, such that no class is written by layers of two groups."""
     sets = DisjointSet()
     sets.new(count)
     for layer in layers:

@@ -44,7 +44,6 @@ class LayerTimes:
 
     def __call__(self, layers: Integers, inputs: Floats, filters: Floats) -> Floats:
         """Return the seconds of layers, given by index, for numbers of channels; the three broadcast."""
-        layers, inputs, filters = np.broadcast_arrays(layers, inputs, filters)
         column = (filters[..., None] > self._filters[layers, :-1]).sum(-1)
         row = (inputs[..., None] > self._inputs[layers, 1:-1]).sum(-1)
         first, last = self._inputs[layers, row], self._inputs[layers, row + 1]
