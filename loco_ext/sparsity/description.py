@@ -1,9 +1,11 @@
 """Conversion of a torch.fx.GraphModule to plain data and tensors, and back; see :mod:`loco_ext.sparsity.files`."""
 
+import dataclasses
 import inspect
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, islice, zip_longest
 from typing import Any
 
@@ -62,12 +64,29 @@ def describe(model: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
             else:
                 record["same_as"] = first
             tensors.append(record)
-    graph = [_node_record(node) for node in _plain_graph(model).nodes]
+    classes = {found: name for name, found in result_classes(model).items()}
+    graph = [_node_record(node, classes) for node in _plain_graph(model).nodes]
     return {"training": model.training, "graph": graph, "modules": modules, "tensors": tensors}, values
 
 
-def rebuild(description: Mapping[str, Any], values: Mapping[str, Tensor]) -> fx.GraphModule:
-    """Return the model given to :func:`describe`, with copies of ``values``; creates only layers of the tables.
+def result_classes(model: fx.GraphModule) -> dict[str, type]:
+    """Return the dataclasses that the graph makes instances of, such as the results of transformers' networks."""
+    return named_classes(node.target for node in model.graph.nodes if node.op == "call_function")
+
+
+def named_classes(candidates: Iterable[Any]) -> dict[str, type]:
+    """Return those of the candidates that are dataclasses, by module and name."""
+    classes = (found for found in candidates if isinstance(found, type) and dataclasses.is_dataclass(found))
+    return {f"{found.__module__}.{found.__qualname__}": found for found in classes}
+
+
+def rebuild(
+    description: Mapping[str, Any], values: Mapping[str, Tensor], classes: Mapping[str, type]
+) -> fx.GraphModule:
+    """Return the model given to :func:`describe`, with copies of ``values``.
+
+    Creates only layers of the tables and, in its graph, instances of ``classes``, which have names as of
+    :func:`named_classes`.
 
     Raises:
         ModelFileError: a name is in no table, or parts do not fit together.
@@ -91,7 +110,7 @@ def rebuild(description: Mapping[str, Any], values: Mapping[str, Tensor]) -> fx.
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ModelFileError(f"tensor {name!r} is missing")
-    model.graph = _graph(description["graph"], modules, tensors)
+    model.graph = _graph(description["graph"], modules, tensors, classes)
     model.graph.lint()
     check_arithmetic(model)
     return model
@@ -113,8 +132,25 @@ def _layer_record(path: str, module: nn.Module) -> dict[str, Any]:
     except ModelFileError as error:
         raise ModelFileError(f"module {path!r}: {error}") from error
     record = {"class": kind, "arguments": arguments}
+    if added := _added_attributes(module, _layer(path, record)):
+        record["attributes"] = added
     _check_rebuilt(path, module, _layer(path, record))
     return record
+
+
+def _added_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any]:
+    """Return the plain values that others have set as attributes of the module, of which its class knows nothing."""
+    added = {}
+    for name in sorted(vars(module).keys() - vars(rebuilt).keys()):
+        with suppress(ModelFileError):
+            _check_added(rebuilt, name)
+            added[name] = encode(vars(module)[name])
+    return added
+
+
+def _check_added(layer: nn.Module, name: Any) -> None:
+    if not (isinstance(name, str) and name.isidentifier()) or hasattr(layer, name):
+        raise ModelFileError(f"{type(layer).__name__} takes no attribute {name!r}")
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:
@@ -158,11 +194,11 @@ def _plain_graph(model: fx.GraphModule) -> fx.Graph:
     return model.graph
 
 
-def _node_record(node: fx.Node) -> dict[str, Any]:
+def _node_record(node: fx.Node, classes: Mapping[Any, str]) -> dict[str, Any]:
     target = node.target
     if node.op == "call_function":
         try:
-            target = FUNCTION_NAMES[target]  # type: ignore[index]
+            target = classes.get(target) or FUNCTION_NAMES[target]  # type: ignore[index]
         except (KeyError, TypeError):
             raise ModelFileError(f"node {node.name!r}: {target} is no function that can be saved") from None
     try:
@@ -200,6 +236,9 @@ def _layer(name: str, record: Mapping[str, Any]) -> nn.Module:
     else:
         raise ModelFileError(f"module {name!r}: {kind!r} is no layer that can be loaded")
     layer.training = bool(record.get("training", True))
+    for attribute, value in record.get("attributes", {}).items():
+        _check_added(layer, attribute)
+        setattr(layer, attribute, decode(value, {}))
     return layer
 
 
@@ -227,7 +266,10 @@ def _register(modules: Mapping[str, nn.Module], record: Mapping[str, Any], tenso
 
 
 def _graph(
-    records: list[Mapping[str, Any]], modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+    records: list[Mapping[str, Any]],
+    modules: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    classes: Mapping[str, type],
 ) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
@@ -238,7 +280,7 @@ def _graph(
         try:
             args = tuple(decode(value, nodes) for value in record["args"])
             kwargs = {key: decode(value, nodes) for key, value in record["kwargs"].items()}
-            target = _target(record["op"], record["target"], args, modules, tensors)
+            target = _target(record["op"], record["target"], args, modules, tensors, classes)
         except ModelFileError as error:
             raise ModelFileError(f"node {name!r}: {error}") from error
         nodes[name] = graph.create_node(record["op"], target, args, kwargs, name)
@@ -253,7 +295,12 @@ def _check_word(name: str, word: Any) -> None:
 
 
 def _target(
-    op: str, target: Any, args: tuple[Any, ...], modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    modules: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    classes: Mapping[str, type],
 ) -> Any:
     """Return the target that the node calls or names, from the tables or the model."""
     if op == "placeholder":
@@ -271,4 +318,7 @@ def _target(
         if target == GETATTR and not (len(args) == 2 and args[1] in ATTRIBUTES):
             raise ModelFileError(f"{args[1:]} is no attribute that may be read")
         return FUNCTIONS[target]
-    raise ModelFileError(f"{op} of {target!r} is nothing that a saved graph may hold")
+    if op == "call_function" and target in classes:
+        return classes[target]
+    hint = "; dataclasses are made after torch.serialization.add_safe_globals" if op == "call_function" else ""
+    raise ModelFileError(f"{op} of {target!r} is nothing that a saved graph may hold{hint}")

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from loco_ext.errors import first_line
 from loco_ext.input import open_regular
 from loco_ext.output import json_text, replacing
-from loco_ext.sparsity.description import describe, rebuild
+from loco_ext.sparsity.description import describe, named_classes, rebuild, result_classes
 from loco_ext.sparsity.vocabulary import ModelFileError
 from loco_ext.version import __version__
 
@@ -34,13 +34,13 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     """Write a network to a folder, for :func:`load`.
 
     Saved are the graph, layers, parameters and buffers (with shared tensors, bits, memory format, dtype and
-    ``requires_grad``), the training mode of each module, and the report. Not saved are the device, hooks and what
-    passes have recorded in ``meta``. The files of an earlier save are replaced once both new ones are written. If the
-    process is killed between the two replacements, load refuses the pair.
+    ``requires_grad``), the training mode and plain attributes of each module, and the report. Not saved are the device,
+    hooks and what passes have recorded in ``meta``. The files of an earlier save are replaced once both new ones are
+    written. If the process is killed between the two replacements, load refuses the pair.
 
     Args:
-        model: a result of ``compact`` for a model that torch.fx can trace, or any graph of torch.nn's layers and
-            functions.
+        model: a result of ``compact`` for a model that can be traced, or any graph of torch.nn's layers and functions.
+            What it returns may be a dataclass, which :func:`load` then has to be allowed.
         folder: path of the folder, which is created if it does not exist.
         report: any object with ``to_dict()`` that returns plain data; numbers that are not finite become null.
 
@@ -69,7 +69,7 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     content, tensors = describe(model)
     try:
         data = safetensors.torch.save({name: _packed(tensor) for name, tensor in tensors.items()})
-        rebuild(json.loads(json.dumps(content)), safetensors.torch.load(data))
+        rebuild(json.loads(json.dumps(content)), safetensors.torch.load(data), result_classes(model))
     except ModelFileError:
         raise
     except Exception as error:  # torch or safetensors may refuse a combination of parts that are allowed one by one
@@ -88,7 +88,8 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
 def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModule:
     """Return the network that :func:`save` has written; it can be called, trained, compiled and saved again.
 
-    Only layers, functions and methods from fixed tables are created or called; nothing is unpickled.
+    Only layers, functions and methods from fixed tables are created or called; nothing is unpickled. A network that
+    returns a dataclass loads if ``torch.serialization.add_safe_globals`` or ``safe_globals`` has been given the class.
 
     Args:
         folder: as for :func:`save`.
@@ -129,7 +130,8 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModu
         values = safetensors.torch.load(data)
         if unknown := values.keys() - {entry["name"] for entry in content["tensors"]}:
             raise ModelFileError(f"does not know the tensor {min(unknown)!r}")
-        model = rebuild(content, {name: value.to(device) for name, value in values.items()})
+        allowed = named_classes(torch.serialization.get_safe_globals())
+        model = rebuild(content, {name: value.to(device) for name, value in values.items()}, allowed)
         model.meta["report"] = content["report"]
     except ModelFileError as error:
         raise ModelFileError(f"{manifest}: {error}") from error

@@ -260,10 +260,15 @@ class Wrapped(Network):
         return Output(self.second(first), (first,) if hidden else None)
 
 
-def test_results_keep_their_class() -> None:
+def test_results_keep_their_class(tmp_path: Path) -> None:
     model = Wrapped(padded_to_even).eval()
     network, _ = sparsity.compact(model, X, cost="macs")
-    for each in (network, pickle.loads(pickle.dumps(network)), copy.deepcopy(network)):
+    sparsity.save(network, tmp_path)
+    with pytest.raises(sparsity.ModelFileError, match=r"test_branches.Output' .* after .*add_safe_globals"):
+        sparsity.load(tmp_path)
+    with torch.serialization.safe_globals([Output]):
+        loaded = sparsity.load(tmp_path)
+    for each in (network, loaded, pickle.loads(pickle.dumps(network)), copy.deepcopy(network)):
         result = each(X)
         assert type(result) is Output
         assert result.hidden is None

@@ -159,6 +159,17 @@ def test_flags_and_the_report_are_kept(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text(), parse_constant=pytest.fail)
 
 
+def test_plain_attributes_that_others_have_set_are_kept(tmp_path):
+    model = network("residual")
+    notes = {"_is_initialized": True, "scales": [(1.5, math.inf), None], "note": "print('x')"}
+    for module in (model.stem, model.norm):
+        vars(module).update(notes)
+    for loaded in (first := round_trip(model, tmp_path / "a"), round_trip(first, tmp_path / "b")):
+        assert_same_model(loaded, model)
+        for module in (loaded.stem, loaded.norm):
+            assert {name: vars(module)[name] for name in notes} == notes
+
+
 def test_values_of_every_kind_are_kept():
     node = fx.Graph().placeholder("x")
     plain = [None, True, 0, -(2**70), 1.0, -0.0, 1e-320, "a'\"\n\u00e9\ud800", math.inf, -math.inf, torch.bfloat16]

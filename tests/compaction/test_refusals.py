@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import dataclass
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,6 +20,13 @@ from tests.compaction.networks import graph_module, network
 
 class Custom(nn.ReLU):
     pass
+
+
+@dataclass
+class Allowed:
+    """A class that the process has allowed to load."""
+
+    value: int
 
 
 class Pair(NamedTuple):
@@ -69,7 +77,7 @@ REFUSED = {
         "module 'it': ParametrizedLinear is no layer",
     ),
     "a hook": (calling(hooked()), "module 'it': attribute '_forward_hooks'"),
-    "an attribute of its own": (calling(changed(note="mine")), "module 'it': attribute 'note'"),
+    "an attribute of its own": (calling(changed(note=Pair(1, 2))), "module 'it': attribute 'note'"),
     "a forward of its own": (calling(changed(forward=abs)), "module 'it': attribute 'forward'"),
     "an argument of no known type": (calling(changed(stride=torch.ones(2))), r"module 'it': tensor\(\[1., 1.\]\)"),
     "another shape": (calling(changed(weight=nn.Parameter(torch.ones(2, 3, 3, 3)))), "'it.weight': expected"),
@@ -179,6 +187,7 @@ BAD_VALUES = [
     *({"code": "print('run')"}, {"tuple": 5}, {"slice": [1]}, {"float": "1e400"}, {"a": 1, "b": 2}, {}),
     {"dict": [[[], 1]]},
 ]
+BAD_ATTRIBUTES = ["forward", "__class__", "_forward_hooks", "weight", "a.b", "", "__call__"]
 BAD_CLASSES = ["Transformer", "os", "GraphModule", "DataParallel", "Module.__init__", "torch.nn.ReLU", None, []]
 
 
@@ -255,6 +264,7 @@ FORGERIES = {
             ("layer at", BAD_PATHS, lambda c, bad: module(c, "BatchNorm2d").update(name=bad)),
             ("tensor at", BAD_PATHS, lambda c, bad: c["tensors"][0].update(name=bad)),
             ("value", BAD_VALUES, lambda c, bad: node(c, "call_method").update(args=[bad])),
+            ("own", BAD_ATTRIBUTES, lambda c, bad: module(c, "BatchNorm2d").update(attributes={bad: 1})),
             ("class", BAD_CLASSES, lambda c, bad: module(c, "BatchNorm2d").update({"class": bad})),
         )
         for bad in every
@@ -281,6 +291,9 @@ FORGERIES = {
     "two outputs": lambda c: c["graph"].append(c["graph"][-1] | {"name": "again"}),
     "an empty graph": lambda c: c["graph"].clear(),
     "no graph": lambda c: c.pop("graph"),
+    "a dataclass that is in use": lambda c: chain((f"{__name__}.Allowed", 9**9), ("operator.mul", [0], "a0"))(c),
+    "attributes that are no names": lambda c: module(c, "Conv2d").update(attributes=["note"]),
+    "an attribute that is no value": lambda c: module(c, "Conv2d").update(attributes={"note": {"code": "eval"}}),
     "a graph of words": lambda c: c.update(graph="print('run')"),
 }
 
@@ -297,7 +310,8 @@ def test_a_forged_manifest_is_refused_and_nothing_runs(case, residual, tmp_path,
     shutil.copytree(residual, tmp_path, dirs_exist_ok=True)
     forge(tmp_path, FORGERIES[case])
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("ran"))
-    with pytest.raises(sparsity.ModelFileError, match=r"manifest.json: ") as error:
+    allowed = torch.serialization.safe_globals([Allowed, os.system])
+    with allowed, pytest.raises(sparsity.ModelFileError, match=r"manifest.json: ") as error:
         sparsity.load(tmp_path)
     assert "\n" not in str(error.value).replace(case, "")
     assert capfd.readouterr().out == ""
