@@ -78,6 +78,7 @@ struct Job {
   double lr;
   void* metric;  // T*, output from element `origin` on; null: not needed
   int64_t origin;
+  double pull;  // this times the weight joins its gradient
 };
 
 template <typename T>
@@ -88,13 +89,14 @@ struct Workspace {
   uint32_t words[4][kBlock];
 };
 
-// Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous,
-// and sums are [sum_count]. T: the compute dtype.
+// Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous.
+// T: the compute dtype.
 template <class Rule, typename T>
 class Shrinkage {
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
-      : penalty_(*tensor.penalty), solver_(tensor.shape()) {
+      : penalty_(*tensor.penalty), solver_(tensor.shape()), scales_(tensor.scales), filters_(tensor.filters) {
+    if (scales_) shrunk_.resize(tensor.numel / tensor.filters);
     const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
     for (int n = 0; n < penalty_.rings(); ++n) {
       plain_[n] = step * penalty_.plain[n];
@@ -102,15 +104,56 @@ class Shrinkage {
     }
   }
 
-  // Shrinks a filter that has been updated. metric: null if the rule has none.
-  void apply(T* w, const T* metric) {
-    solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
+  // Returns the coefficient of filter j, which has not been updated, in the gradient of its penalty, 0 without scales
+  // or a metric. The penalty is Omega(k) / ||k|| times the scale: the prox is that of Omega, and 1 / ||k|| pulls
+  // outwards.
+  double pull(const T* w, int64_t j) {
+    if (!scales_ || !Rule::has_metric) return 0;
+    const double of_rings = measure(w) - penalty_.plain[penalty_.rings() - 1] * length_;
+    const double pull = -scales_[j] * of_rings / (length_ * length_);
+    return std::isfinite(pull) ? pull : 0;
+  }
+
+  // Shrinks filter j, which has been updated. metric: null if the rule has none.
+  void apply(T* w, const T* metric, int64_t j) {
+    if (!scales_) return solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
+    const bool rotates = penalty_.rings() > 1 && scales_[j] > 0 && plain_[0] > 0;
+    scales_[filters_ + j] = rotates ? rotate(w, metric, scales_[j]) : measure(w);
   }
 
  private:
+  // Applies the prox to the filter's direction, and returns what measure does. The length stays, in a metric that
+  // before the step.
+  double rotate(T* w, const T* metric, double scale) {
+    const double before = metric ? 0 : measure(w), length = length_;
+    double plain[ring_prox::kMaxRings];
+    for (int n = 0; n < penalty_.rings(); ++n) plain[n] = n + 1 < penalty_.rings() ? scale * plain_[n] : 0;
+    solver_.prox(w, metric, {plain, nullptr}, false, shrunk_.data());
+    const double sum = measure(shrunk_.data()), factor = length / length_;
+    if (!(length_ > 0) || !std::isfinite(factor)) return metric ? measure(w) : before;
+    for (size_t i = 0; i < shrunk_.size(); ++i) w[i] = static_cast<T>(shrunk_[i] * factor);
+    return sum * factor;
+  }
+
+  // Returns sum_n t_n ||w(G_n)||, and sets the filter's length.
+  double measure(const T* w) {
+    double norms[ring_prox::kMaxRings], sum = 0;
+    solver_.norms(w, norms);
+    length_ = 0;
+    for (int n = 0; n < penalty_.rings(); ++n) {
+      length_ = std::hypot(length_, norms[n]);
+      sum += penalty_.plain[n] * length_;
+    }
+    return sum;
+  }
+
   const ring_prox::Penalty& penalty_;
   ring_prox::FilterSolver<T> solver_;
   double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
+  double* const scales_;  // [2, filters], or null
+  const int64_t filters_;
+  double length_ = 0;
+  std::vector<T> shrunk_;
 };
 
 template <class Rule>
@@ -134,7 +177,7 @@ class Step {
     const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
     const bool stochastic = call_.rounding.stochastic && t.w.dtype == DType::bf16;
-    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0};
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0, 0};
     if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
@@ -158,7 +201,8 @@ class Step {
   template <typename T>
   void run(const Segment& segment) const {
     const Job<Rule>& job = jobs_[segment.tensor];
-    if (job.tensor->penalty && job.lr != 0) return step_filters<T>(job, segment.begin, segment.end);
+    if (job.tensor->penalty && (job.lr != 0 || job.tensor->scales))
+      return step_filters<T>(job, segment.begin, segment.end);
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
@@ -179,8 +223,9 @@ class Step {
       filter_job.origin = at;
       T* const w = fetch(t.w, at, numel, values);
       if (!in_place<T>(t.w)) filter_tensor.w = {w - at, dtype_of<T>, nullptr};
+      filter_job.pull = shrinkage.pull(w, at / numel);
       run_blocks<T>(filter_job, at, at + numel);
-      shrinkage.apply(w, static_cast<const T*>(filter_job.metric));
+      shrinkage.apply(w, static_cast<const T*>(filter_job.metric), at / numel);
       put_back(job, w, at, numel);
     }
   }
@@ -219,6 +264,7 @@ class Step {
   bool is_staged(const Job<Rule>& job) const {
     const TensorStep& t = *job.tensor;
     bool staged = job.fill || call_.options.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
+    staged = staged || job.pull != 0;
     for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
     return staged;
   }
@@ -237,6 +283,7 @@ class Step {
     block.count = count;
     block.w = stage(t.w, 0);
     block.g = space ? gradient(t.g, begin, count, space->operands[1]) : stage(t.g, 1);
+    if (job.pull != 0) add_product(static_cast<T>(job.pull), block.w, count, space->operands[1]);
     for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], 2 + k);
     block.table = static_cast<const T*>(job.table);
     block.period = job.period;
@@ -263,6 +310,11 @@ class Step {
     }
     if (call_.options.maximize) blocks<T>().negate(block, count);
     return block;
+  }
+
+  template <typename T>
+  static void add_product(T factor, const T* w, int64_t count, T* sum) {
+    for (int64_t i = 0; i < count; ++i) sum[i] += factor * w[i];
   }
 
   // Writes the block's parameter and states back unless they are used in place.

@@ -5,19 +5,26 @@ of the filters are proxes after the step, each with the step size or metric of i
 filters' norms by scaling them back. In Adam's metric that alone would lead to another minimum. There the part of the
 pull that points outwards along the filter, which is smooth, joins the gradient instead, so that nothing is left to
 scale back at the minimum.
+
+Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do all of this with a filter while
+it is in the caches, and return what shrinks the norm's weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.optim.options import Group
+from loco_ext.ops import backends
+from loco_ext.ops.penalties import StepPenalty
+from loco_ext.ops.shrink import applied_by_kernels
+from loco_ext.optim.options import Group, uses_torch
 from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedFactors, column_of, lengths_of
 from loco_ext.reference.dtypes import compute_dtype
@@ -31,8 +38,8 @@ class _Optimizer(Protocol):
 
 
 @contextmanager
-def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[None]:
-    """Return a context in which the optimizer steps without these penalties; they are applied at its end.
+def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[StepPlan]]:
+    """Return a context in which the optimizer steps by the plans that it yields; the rest follows at its end.
 
     Raises:
         ValueError: a norm's weight is not stepped by this optimizer. Nothing has changed then.
@@ -45,7 +52,7 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[None]
     try:
         for step in steps:
             step.begin(scale)
-        yield
+        yield _with_penalties(plans, {id(step.weight): step.in_kernels for step in steps})
     finally:
         for weight, grad in gradients:
             if grad is not weight.grad and grad is not None:
@@ -54,6 +61,16 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[None]
                     grad.copy_(_unless(found_inf, grad / scale.to(grad), grad))
     for step in steps:
         step.end(found_inf)
+
+
+def _with_penalties(plans: list[StepPlan], added: dict[int, StepPenalty | None]) -> list[StepPlan]:
+    """Return the plans with the penalties, by the ids of parameters, of those that have none."""
+    result = []
+    for plan in plans:
+        own = plan.penalties or [None] * len(plan.params)
+        penalties = [penalty or added.get(id(param)) for param, penalty in zip(plan.params, own, strict=True)]
+        result.append(replace(plan, penalties=penalties if any(penalties) else []))
+    return result
 
 
 class _FoldedStep:
@@ -69,7 +86,8 @@ class _FoldedStep:
         self.optimizer, self.weight, self.factors = optimizer, weight, factors
         self.gamma: Tensor = factors.batch_norm.weight
         self.group = group_of[id(weight)]
-        self.turns = weight.grad is not None and factors.depend_on_direction
+        self.in_kernels = self._for_kernels()
+        self.turns = weight.grad is not None and factors.depend_on_direction and self.in_kernels is None
         if id(self.gamma) not in group_of:
             raise ValueError(
                 "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
@@ -90,9 +108,18 @@ class _FoldedStep:
                 )
             if group["stochastic_rounding"] is not None and param.dtype == torch.bfloat16:
                 raise NotImplementedError(
-                    "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, whose prox is no "
-                    "part of the step's kernels"
+                    "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, of which a part "
+                    "follows the step's kernels"
                 )
+
+    def _for_kernels(self) -> StepPenalty | None:
+        """Return the penalty that kernels apply in the step of the weight; None if they do not make it."""
+        weight, group = self.weight, self.group
+        stepped = weight.grad is not None and not uses_torch(group) and group["fused"] is not False
+        if not (stepped and weight.is_cpu and backends.choose("optim_step", weight.device) == "native"):
+            return None
+        penalty = self.factors.for_kernels()
+        return penalty if penalty is not None and applied_by_kernels(weight, penalty) else None
 
     def begin(self, scale: Tensor | None) -> None:
         """Read what the penalty depends on before the step. ``scale``: the factor that gradients carry, or None."""
@@ -125,7 +152,9 @@ class _FoldedStep:
         if self.gamma.grad is not None:
             size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
             size = size if metric is None else size / metric.double()
-            shortened = self.factors.shorten(gamma, wide, size)
+            of_kernels = None if self.in_kernels is None else self.in_kernels.scales
+            values = self.factors.values(wide) if of_kernels is None else of_kernels[1]
+            shortened = self.factors.shorten(gamma, values, size)
             gamma.copy_(_unless(found_inf, shortened, gamma))
 
     def _has_states(self) -> bool:

@@ -120,7 +120,7 @@ class FoldedPenalty(Penalty):
         size, factors, weight = check_number("step", step), self.factors(weight), weight.detach()
         rotated = factors.rotate(weight, factors.scales(), size, lengths_of(weight))
         gamma = self.batch_norm.weight.detach()
-        return rotated, factors.shorten(gamma, rotated, size).to(gamma.dtype)
+        return rotated, factors.shorten(gamma, factors.values(rotated), size).to(gamma.dtype)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """Set small groups to zero, as :meth:`loco_ext.sparsity.RingPenalty.threshold` does.
@@ -158,7 +158,7 @@ class FoldedFactors:
     @property
     def depend_on_direction(self) -> bool:
         """Return whether the penalty depends on a filter's direction, not only on its Euclidean length."""
-        return isinstance(self.inner, RingPenalty) or self.inner.norm == "linf"
+        return self.filters.count > 1 or self.inner.norm == "linf"
 
     def reciprocal_sigma(self) -> Tensor:
         """Return ``1 / sigma``, 0 where that is not finite: float64 ``(C_out,)``."""
@@ -170,6 +170,21 @@ class FoldedFactors:
         """Return ``|gamma| / sigma`` of each filter, 0 where that is not finite: float64 ``(C_out,)``."""
         scales = self.batch_norm.weight.detach().double().abs() * self.reciprocal_sigma()
         return torch.where(scales.isfinite(), scales, 0.0)
+
+    def values(self, weight: Tensor) -> Tensor:
+        """Return ``Omega(k)`` of each filter, without the strength: float64 ``(C_out,)``."""
+        return self._norms(weight) @ self._weights_on(weight.device)
+
+    def for_kernels(self) -> ops.StepPenalty | None:
+        """Return the penalty on directions as the step's kernels on the CPU apply it; None if they do not.
+
+        Its ``scales`` are those of this moment; the step writes :meth:`values` into their second row.
+        """
+        if self.inner.power != 1 or self.inner.norm != "l2":
+            return None
+        scales = self.inner.strength * self.scales()
+        thresholds = self.filters.factors(self.inner.weighting)
+        return ops.StepPenalty(self.filters.rings, thresholds, scales=torch.stack([scales, torch.zeros_like(scales)]))
 
     def pull_along(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return the coefficient of ``weight`` in the gradient of the penalty, ``(C_out,)``, which is not positive.
@@ -196,7 +211,7 @@ class FoldedFactors:
         if metric is not None and self._squares_filters:
             plain, squared, factors = 0 * plain, plain, size * inner.strength * scales.square()
         else:
-            factors = size * self._slopes(self._norms(weight) @ self._weights_on(weight.device), scales)
+            factors = size * self._slopes(self.values(weight), scales)
             plain = self._without_length(plain)
         # The operator takes the penalty's factors on the host, so they are divided out on the device.
         safe = column_of(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
@@ -208,14 +223,14 @@ class FoldedFactors:
         rescaled = shrunk * column_of((lengths / after).to(weight.dtype), weight)
         return torch.where(column_of((factors > 0) & (after > 0), weight), rescaled, weight)
 
-    def shorten(self, gamma: Tensor, weight: Tensor, size: float | Tensor) -> Tensor:
-        """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with ``weight`` fixed.
+    def shorten(self, gamma: Tensor, values: Tensor, size: float | Tensor) -> Tensor:
+        """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with the weight fixed.
 
-        ``size`` may also be one for each channel.
+        ``values``: those of the weight, see :meth:`values`. ``size`` may also be one for each channel.
         """
         gamma, strength = gamma.double(), self.inner.strength
         sizes = size.to(gamma).expand_as(gamma) if isinstance(size, Tensor) else torch.full_like(gamma, size)
-        slopes = (self._norms(weight) @ self._weights_on(weight.device)) * self.reciprocal_sigma()
+        slopes = values * self.reciprocal_sigma()
         if self.inner.power == 1:
             length = (gamma.abs() - sizes * strength * slopes).clamp(min=0)
         elif self._squares_filters:

@@ -10,6 +10,7 @@ from torch import nn
 
 import loco_ext
 from loco_ext import geometry, optim, sparsity
+from loco_ext.penalties.folded import FoldedFactors
 from tests.covering import slow
 from tests.optim.stepping import CLASSES, set_gradients
 from tests.penalties.cases import make_norm
@@ -231,6 +232,44 @@ def test_groups_and_paths_of_all_kinds_agree(name):
     for other in results[1:]:
         for p, q in zip(results[0], other, strict=True):
             torch.testing.assert_close(p, q)
+
+
+SHAPES = [(6, 2, 3, 3), (5, 24, 3, 3), (4, 3, 5), (7, 40, 1, 1), (3, 2, 2, 3, 2)]
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, monkeypatch):
+    """Some filters are zero, or have a scale that is, or a variance that is no number."""
+    torch.manual_seed(0)
+    weights = [torch.randn(shape) for shape in SHAPES]
+    weights += [(0.3 * w).to(memory_format=LAYOUTS[w.dim()]) for w in weights if w.dim() in LAYOUTS]
+    norms = [make_norm(len(weight)) for weight in weights]
+    for weight, norm in zip(weights, norms, strict=True):
+        weight[1], norm.weight.data[0], norm.running_var[2] = 0.0, 0.0, torch.nan
+    penalties = [sparsity.RingPenalty(0.2, weighting="normalized"), sparsity.KernelPenalty(0.1)]
+    results = []
+    for backend in ("native", "reference"):
+        own, others = [nn.Parameter(weight.to(dtype, copy=True)) for weight in weights], copy.deepcopy(norms)
+        folded = [sparsity.FoldedPenalty(penalties[i % 5 == 3], norm) for i, norm in enumerate(others)]
+        groups = [{"params": own, "penalty": folded}, {"params": [norm.weight for norm in others]}]
+        options = (
+            {"momentum": 0.5} if name == "SGD" else {"state_dtype": None if dtype == torch.float64 else torch.float32}
+        )
+        optimizer = getattr(optim, name)(groups, lr=0.05, weight_decay=0.1, **options)
+        with loco_ext.backend(backend), monkeypatch.context() as context:
+            if backend == "native":
+                context.delattr(FoldedFactors, "rotate")
+            for step in range(3):
+                set_gradients([*own, *(norm.weight for norm in others)], step)
+                optimizer.step()
+            states = [state for p in own for state in optimizer.state[p].values()]
+        results.append([*(p.detach() for p in own), *states, *(norm.weight.detach() for norm in others)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        assert torch.equal(ours == 0, theirs == 0)
 
 
 @pytest.mark.parametrize("name", CLASSES)
