@@ -86,8 +86,6 @@ class _FoldedStep:
         self.optimizer, self.weight, self.factors = optimizer, weight, factors
         self.gamma: Tensor = factors.batch_norm.weight
         self.group = group_of[id(weight)]
-        self.in_kernels = self._for_kernels()
-        self.turns = weight.grad is not None and factors.depend_on_direction and self.in_kernels is None
         if id(self.gamma) not in group_of:
             raise ValueError(
                 "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
@@ -111,6 +109,8 @@ class _FoldedStep:
                     "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, of which a part "
                     "follows the step's kernels"
                 )
+        self.in_kernels = self._for_kernels()
+        self.turns = weight.grad is not None and factors.depend_on_direction and self.in_kernels is None
 
     def _for_kernels(self) -> StepPenalty | None:
         """Return the penalty that kernels apply in the step of the weight; None if they do not make it."""
