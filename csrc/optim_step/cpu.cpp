@@ -109,42 +109,48 @@ class Shrinkage {
   // outwards.
   double pull(const T* w, int64_t j) {
     if (!scales_ || !Rule::has_metric) return 0;
-    const double of_rings = measure(w) - penalty_.plain[penalty_.rings() - 1] * length_;
-    const double pull = -scales_[j] * of_rings / (length_ * length_);
-    return std::isfinite(pull) ? pull : 0;
+    const Size size = measure(w);
+    before_ = size.length;
+    const double of_rings = size.sum - penalty_.plain[penalty_.rings() - 1] * size.length;
+    const double coefficient = -scales_[j] * of_rings / (size.length * size.length);
+    return std::isfinite(coefficient) ? coefficient : 0;
   }
 
   // Shrinks filter j, which has been updated. metric: null if the rule has none.
   void apply(T* w, const T* metric, int64_t j) {
     if (!scales_) return solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
     const bool rotates = penalty_.rings() > 1 && scales_[j] > 0 && plain_[0] > 0;
-    scales_[filters_ + j] = rotates ? rotate(w, metric, scales_[j]) : measure(w);
+    scales_[filters_ + j] = rotates ? rotate(w, metric, scales_[j]) : measure(w).sum;
   }
 
  private:
-  // Applies the prox to the filter's direction, and returns what measure does. The length stays, in a metric that
-  // before the step.
+  struct Size {
+    double length, sum;  // ||k||, and sum_n t_n ||k(G_n)||
+  };
+
+  // Applies the prox to the filter's direction, and returns the sum of its norms. The filter keeps the length that it
+  // has after the update, with a metric that before it.
   double rotate(T* w, const T* metric, double scale) {
-    const double before = metric ? 0 : measure(w), length = length_;
+    const Size size = metric ? Size{before_, 0} : measure(w);
     double plain[ring_prox::kMaxRings];
     for (int n = 0; n < penalty_.rings(); ++n) plain[n] = n + 1 < penalty_.rings() ? scale * plain_[n] : 0;
     solver_.prox(w, metric, {plain, nullptr}, false, shrunk_.data());
-    const double sum = measure(shrunk_.data()), factor = length / length_;
-    if (!(length_ > 0) || !std::isfinite(factor)) return metric ? measure(w) : before;
+    const Size shrunk = measure(shrunk_.data());
+    const double factor = size.length / shrunk.length;
+    if (!(shrunk.length > 0) || !std::isfinite(factor)) return metric ? measure(w).sum : size.sum;
     for (size_t i = 0; i < shrunk_.size(); ++i) w[i] = static_cast<T>(shrunk_[i] * factor);
-    return sum * factor;
+    return shrunk.sum * factor;
   }
 
-  // Returns sum_n t_n ||w(G_n)||, and sets the filter's length.
-  double measure(const T* w) {
-    double norms[ring_prox::kMaxRings], sum = 0;
+  Size measure(const T* w) {
+    double norms[ring_prox::kMaxRings];
     solver_.norms(w, norms);
-    length_ = 0;
+    Size size{0, 0};
     for (int n = 0; n < penalty_.rings(); ++n) {
-      length_ = std::hypot(length_, norms[n]);
-      sum += penalty_.plain[n] * length_;
+      size.length = std::hypot(size.length, norms[n]);
+      size.sum += penalty_.plain[n] * size.length;
     }
-    return sum;
+    return size;
   }
 
   const ring_prox::Penalty& penalty_;
@@ -152,7 +158,7 @@ class Shrinkage {
   double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
   double* const scales_;  // [2, filters], or null
   const int64_t filters_;
-  double length_ = 0;
+  double before_ = 0;  // with a metric, the length of the filter before its update
   std::vector<T> shrunk_;
 };
 

@@ -189,9 +189,9 @@ def run_step(args: StepArgs) -> None:
     if not args.params:
         return
     chosen = backends.choose(_FAMILY, args.params[0].device)
-    for i, penalty in enumerate(args.penalties):
+    for i, (param, penalty) in enumerate(zip(args.params, args.penalties, strict=False)):
         if isinstance(penalty, StepPenalty) and penalty.scales is not None:
-            _check_takes_scales(chosen, args.params[i], penalty, i)
+            _check_takes_scales(chosen, param, penalty, i)
     if chosen == "reference":
         check_step(args, by_kernels=False)
         _reference.optim_step(args)

@@ -17,9 +17,10 @@ class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
 
     If ``joint``, the squared sum runs over all filters. With ``scales``, the penalty is on the filters' directions, as
-    :class:`loco_ext.sparsity.FoldedPenalty` describes: of filter ``j``, ``t`` is times ``scales[0, j]``, but for that
-    of the whole filter, whose length stays; in Adam, the gradient has the part of the penalty that pulls along the
-    filter. Only compiled kernels on the CPU, for weights that lie by filters, take such a penalty.
+    :class:`loco_ext.sparsity.FoldedPenalty` describes. The thresholds of filter ``j`` are multiplied by
+    ``scales[0, j]``; the last is not applied, as the filter keeps its length. In Adam, the gradient has the part of the
+    penalty that pulls along the filter. Only compiled kernels on the CPU take such a penalty, for contiguous and
+    channels_last weights.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.

@@ -6,8 +6,8 @@ filters' norms by scaling them back. In Adam's metric that alone would lead to a
 pull that points outwards along the filter, which is smooth, joins the gradient instead, so that nothing is left to
 scale back at the minimum.
 
-Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do all of this with a filter while
-it is in the caches, and return what shrinks the norm's weight.
+Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do this to a filter while it is in
+the caches, and return the penalty of each filter, by which the norm's weight is then shrunk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
 
 
 def _with_penalties(plans: list[StepPlan], added: dict[int, StepPenalty | None]) -> list[StepPlan]:
-    """Return the plans with the penalties, by the ids of parameters, of those that have none."""
+    """Return the plans with ``added`` penalties, by the ids of parameters, for those that have none."""
     result = []
     for plan in plans:
         own = plan.penalties or [None] * len(plan.params)
@@ -152,8 +152,7 @@ class _FoldedStep:
         if self.gamma.grad is not None:
             size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
             size = size if metric is None else size / metric.double()
-            of_kernels = None if self.in_kernels is None else self.in_kernels.scales
-            values = self.factors.values(wide) if of_kernels is None else of_kernels[1]
+            values = self.factors.values(wide) if self.in_kernels is None else self.in_kernels.scales[1]
             shortened = self.factors.shorten(gamma, values, size)
             gamma.copy_(_unless(found_inf, shortened, gamma))
 

@@ -26,7 +26,7 @@ class FoldedPenalty(Penalty):
     The folded filter ``j`` is ``z_j = gamma_j k_j / sigma_j``, with the norm's weight gamma and
     ``sigma = sqrt(running_var + eps)``. Shrinking ``k`` alone does not change ``z``, since sigma is proportional to
     ``||k||`` (the draft's eqs. 30-31). The penalty therefore acts on both factors: on the length of ``z`` through
-    gamma, and on its direction through ``k``, whose norm it keeps. With
+    gamma, and on its direction, where there are several rings, through ``k``, whose norm it keeps. With
     ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to ``||k||``, its gradient for gamma is
     ``strength * Omega(k) / sigma``, and its gradient for ``k`` has no part along ``k``. Where both balance the
     gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``, which is the optimality

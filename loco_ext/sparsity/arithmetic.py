@@ -65,7 +65,7 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
         return _of_tensor(str(node.target), node, bounds)
     if node.op != "call_function":
         return None
-    if isinstance(node.target, type):
+    if isinstance(node.target, type):  # what its class computes has no bound that is known here
         if not all(user.op == "output" or isinstance(user.target, type) for user in node.users):
             raise ModelFileError(f"expected an instance of {node.target.__qualname__} that is returned, got one in use")
         return None

@@ -33,6 +33,7 @@ _PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 # padding modes than "zeros".
 _KEPT_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 _UNREAD_FOR_ZEROS = {"_reversed_padding_repeated_twice"}
+_ARGUMENTS = {name for layer in LAYERS.values() for name in inspect.signature(layer).parameters}
 
 
 def describe(model: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -76,6 +77,7 @@ def result_classes(model: fx.GraphModule) -> dict[str, type]:
 
 def named_classes(candidates: Iterable[Any]) -> dict[str, type]:
     """Return those of the candidates that are dataclasses, by module and name."""
+    candidates = (each[0] if isinstance(each, tuple) else each for each in candidates)
     classes = (found for found in candidates if isinstance(found, type) and dataclasses.is_dataclass(found))
     return {f"{found.__module__}.{found.__qualname__}": found for found in classes}
 
@@ -149,7 +151,9 @@ def _added_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any]:
 
 
 def _check_added(layer: nn.Module, name: Any) -> None:
-    if not (isinstance(name, str) and name.isidentifier()) or hasattr(layer, name):
+    """Raise ModelFileError unless neither Python, nor torch, nor this package reads the attribute of such a layer."""
+    known = isinstance(name, str) and (name.startswith("__") or name in _ARGUMENTS or hasattr(layer, name))
+    if known or not (isinstance(name, str) and name.isidentifier()):
         raise ModelFileError(f"{type(layer).__name__} takes no attribute {name!r}")
 
 
@@ -320,5 +324,7 @@ def _target(
         return FUNCTIONS[target]
     if op == "call_function" and target in classes:
         return classes[target]
-    hint = "; dataclasses are made after torch.serialization.add_safe_globals" if op == "call_function" else ""
-    raise ModelFileError(f"{op} of {target!r} is nothing that a saved graph may hold{hint}")
+    hint = "; if it is a dataclass that you trust, see torch.serialization.add_safe_globals"
+    raise ModelFileError(
+        f"{op} of {target!r} is nothing that a saved graph may hold{hint if op == 'call_function' else ''}"
+    )

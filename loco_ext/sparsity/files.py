@@ -34,7 +34,7 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     """Write a network to a folder, for :func:`load`.
 
     Saved are the graph, layers, parameters and buffers (with shared tensors, bits, memory format, dtype and
-    ``requires_grad``), the training mode and plain attributes of each module, and the report. Not saved are the device,
+    ``requires_grad``), the training mode and plain attributes of each layer, and the report. Not saved are the device,
     hooks and what passes have recorded in ``meta``. The files of an earlier save are replaced once both new ones are
     written. If the process is killed between the two replacements, load refuses the pair.
 
@@ -88,8 +88,8 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
 def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModule:
     """Return the network that :func:`save` has written; it can be called, trained, compiled and saved again.
 
-    Only layers, functions and methods from fixed tables are created or called; nothing is unpickled. A network that
-    returns a dataclass loads if ``torch.serialization.add_safe_globals`` or ``safe_globals`` has been given the class.
+    Only layers, functions and methods from fixed tables are created or called, and dataclasses that
+    ``torch.serialization.add_safe_globals`` or ``safe_globals`` has been given; nothing is unpickled.
 
     Args:
         folder: as for :func:`save`.

@@ -187,7 +187,17 @@ BAD_VALUES = [
     *({"code": "print('run')"}, {"tuple": 5}, {"slice": [1]}, {"float": "1e400"}, {"a": 1, "b": 2}, {}),
     {"dict": [[[], 1]]},
 ]
-BAD_ATTRIBUTES = ["forward", "__class__", "_forward_hooks", "weight", "a.b", "", "__call__"]
+BAD_ATTRIBUTES = [
+    "return_indices",
+    "__deepcopy__",
+    "forward",
+    "__class__",
+    "_forward_hooks",
+    "weight",
+    "a.b",
+    "",
+    "__call__",
+]
 BAD_CLASSES = ["Transformer", "os", "GraphModule", "DataParallel", "Module.__init__", "torch.nn.ReLU", None, []]
 
 

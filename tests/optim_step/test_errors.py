@@ -231,6 +231,8 @@ def test_scales_are_refused_where_no_kernel_takes_them():
         with loco_ext.backend(backend), pytest.raises(error, match=r"penalties\[0\]: expected (no scales|scales of 4)"):
             ops.optim_step_sgd([weight], [torch.ones_like(weight)], [], hyper, penalties=[penalty])
         assert (weight == 1).all()
+    with pytest.raises(ValueError, match="penalties: expected 1 entries"):
+        ops.optim_step_sgd([cases[0][0]], [torch.ones(3, 2, 3)], [], hyper, penalties=[penalty] * 2)
 
 
 def dense_only(case: Case) -> Case:
@@ -328,3 +330,10 @@ def test_operator_refuses_scales_that_it_cannot_read(scales, squared):
     arguments = replace(case.arguments(), penalties=[penalty])
     with pytest.raises(RuntimeError, match=r"scales\[0\]: expected"):
         torch.ops.loco_ext.optim_step(*arguments.for_operator())
+
+
+def test_a_step_with_scales_is_not_kept():
+    case, t = make_case("sgd", [(4, 2, 3, 3)]), torch.ones(2, dtype=torch.float64)
+    penalty = ops.StepPenalty([0, 1, 1] * 3, t, scales=torch.ones(2, 4, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="scales: expected none for a step that is kept"):
+        torch.ops.loco_ext.optim_step_cached(*replace(case.arguments(), penalties=[penalty]).for_operator())

@@ -273,6 +273,22 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, mo
 
 
 @pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name, options):
+    results = []
+    for inner in (sparsity.RingPenalty(0.3), KERNELS):
+        conv, norm = nn.Conv2d(2, 6, 1, bias=False).double(), make_norm(6).double()
+        nn.init.constant_(conv.weight, 0.5)
+        optimizer = make_optimizer(name, conv, norm, inner, **options)
+        for step in range(2):
+            set_gradients([conv.weight, *norm.parameters()], step)
+            optimizer.step()
+        results.append((conv.weight.detach(), norm.weight.detach()))
+    for of_rings, of_kernels in zip(*results, strict=True):
+        torch.testing.assert_close(of_rings, of_kernels)
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name):
     conv, norm = make_layers()
     optimizer = make_optimizer(name, conv, norm)

@@ -140,7 +140,7 @@ class SizeProblem:
         self._widths = np.where(self._alone, 1.0, self._reads.sum(1))
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
-        self._passed: dict[tuple[float, float], Sizes] = {}  # by the first price and a later one, for other budgets
+        self._passed: dict[tuple[float, float], Sizes] = {}  # by the first price of a way and a later one
         self._blocks = [self._block(each) for each in _layers_that_share_classes(layers, count)]
 
     def whole(self) -> Sizes:
@@ -217,7 +217,7 @@ class SizeProblem:
         first, below = price, sizes
         while self.cost(below) > budget:
             if price > end:
-                return below
+                return [chosen.copy() for chosen in below]
             sizes, price = below, price * _RISE
             if (first, price) not in self._passed:
                 self._passed[first, price] = self.improve(sizes, price, most_rounds=1)
@@ -255,6 +255,7 @@ class SizeProblem:
         return _Block(layers, written, places, writers, gone, concerned, own, reads)
 
     def _state(self, sizes: Sizes) -> _State:
+        """Return the sizes with what follows from them."""
         stays, pairs = self.stays(sizes), list(zip(self.layers, sizes, strict=True))
         read = np.bincount(self._readers, self._times_read * stays[self._read], minlength=len(self.layers))
         filters = [(chosen != layer.gone).sum() for layer, chosen in pairs]
