@@ -152,7 +152,8 @@ class _FoldedStep:
         if self.gamma.grad is not None:
             size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
             size = size if metric is None else size / metric.double()
-            values = self.factors.values(wide) if self.in_kernels is None else self.in_kernels.scales[1]
+            scales = None if self.in_kernels is None else self.in_kernels.scales
+            values = self.factors.values(wide) if scales is None else scales[1]
             shortened = self.factors.shorten(gamma, values, size)
             gamma.copy_(_unless(found_inf, shortened, gamma))
 
