@@ -107,6 +107,20 @@ def by_hand(problem: SizeProblem, sizes: Sizes) -> float:
     return float(total)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_channel_that_comes_or_goes_is_worth_its_time(seed: int) -> None:
+    """All channels of a block cost the same, so that one more or less is a step that its decision has weighed."""
+    problem = steps(seed)
+    for price in 10 ** RNG(seed).uniform(-2, 0, 8):
+        found = problem.improve(problem.whole(), price)
+        stays = problem.stays(found)
+        for changed in np.flatnonzero(~problem.fixed):
+            after = stays ^ (np.arange(len(stays)) == changed)
+            sizes = [np.where(after[layer.writes], 0, layer.gone) for layer in problem.layers]
+            if all((chosen == 0).any() for chosen in sizes):
+                assert problem.value(sizes, price) >= problem.value(found, price) - 1e-9
+
+
 @pytest.mark.parametrize("make", [chain, residual, depthwise, pairs])
 @pytest.mark.parametrize("seed", [0, slow(1)])
 def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], SizeProblem], seed: int) -> None:
