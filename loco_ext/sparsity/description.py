@@ -141,7 +141,7 @@ def _layer_record(path: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _added_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any]:
-    """Return the plain values that others have set as attributes of the module, of which its class knows nothing."""
+    """Return the module's attributes that its class does not define, as other packages set them, if plain values."""
     added = {}
     for name in sorted(vars(module).keys() - vars(rebuilt).keys()):
         with suppress(ModelFileError):

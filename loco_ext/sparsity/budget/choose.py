@@ -140,7 +140,7 @@ class SizeProblem:
         self._widths = np.where(self._alone, 1.0, self._reads.sum(1))
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
-        self._passed: dict[tuple[float, float], Sizes] = {}  # by the first price of a way and a later one
+        self._passed: dict[tuple[float, float], Sizes] = {}  # sizes at rising prices, by the first price and this one
         self._blocks = [self._block(each) for each in _layers_that_share_classes(layers, count)]
 
     def whole(self) -> Sizes:
