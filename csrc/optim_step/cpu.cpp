@@ -90,54 +90,70 @@ struct Workspace {
 };
 
 // Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous.
-// T: the compute dtype.
+// T: the compute dtype. With scales, the penalty of filter j is either s_j Omega(k) or (s_j Omega(k))^2, where Omega is
+// the sum of its norms by their thresholds, and the filter keeps its length.
 template <class Rule, typename T>
 class Shrinkage {
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
-      : penalty_(*tensor.penalty), solver_(tensor.shape()), scales_(tensor.scales), filters_(tensor.filters) {
+      : penalty_(*tensor.penalty),
+        thresholds_(penalty_.squared.empty() ? penalty_.plain : penalty_.squared),
+        solver_(tensor.shape()),
+        step_(Rule::prox_step(row, lr, tensor.state[0].data != nullptr)),
+        scales_(tensor.scales),
+        filters_(tensor.filters) {
     if (scales_) shrunk_.resize(tensor.numel / tensor.filters);
-    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
     for (int n = 0; n < penalty_.rings(); ++n) {
-      plain_[n] = step * penalty_.plain[n];
-      if (!penalty_.squared.empty()) squared_[n] = std::sqrt(step) * penalty_.squared[n];
+      plain_[n] = step_ * penalty_.plain[n];
+      if (squares()) squared_[n] = std::sqrt(step_) * penalty_.squared[n];
     }
   }
 
   // Returns the coefficient of filter j, which has not been updated, in the gradient of its penalty, 0 without scales
-  // or a metric. The penalty is Omega(k) / ||k|| times the scale: the prox is that of Omega, and 1 / ||k|| pulls
-  // outwards.
+  // or a metric. The penalty is a function of Omega(k) / ||k||: the prox is that of Omega, and 1 / ||k|| pulls outwards.
   double pull(const T* w, int64_t j) {
-    if (!scales_ || !Rule::has_metric) return 0;
+    if (!scales_ || !Rule::has_metric || !turns()) return 0;
     const Size size = measure(w);
     before_ = size.length;
-    const double of_rings = size.sum - penalty_.plain[penalty_.rings() - 1] * size.length;
-    const double coefficient = -scales_[j] * of_rings / (size.length * size.length);
+    const double of_rings = squares() ? size.sum : size.sum - thresholds_.back() * size.length;
+    const double coefficient = -slope(scales_[j], size.sum) * of_rings / (size.length * size.length);
     return std::isfinite(coefficient) ? coefficient : 0;
   }
 
   // Shrinks filter j, which has been updated. metric: null if the rule has none.
   void apply(T* w, const T* metric, int64_t j) {
-    if (!scales_) return solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
-    const bool rotates = penalty_.rings() > 1 && scales_[j] > 0 && plain_[0] > 0;
-    scales_[filters_ + j] = rotates ? rotate(w, metric, scales_[j]) : measure(w).sum;
+    if (!scales_) return solver_.prox(w, metric, {plain_, squares() ? squared_ : nullptr}, false, w);
+    scales_[filters_ + j] = turns() && scales_[j] > 0 && step_ > 0 ? rotate(w, metric, scales_[j]) : measure(w).sum;
   }
 
  private:
   struct Size {
-    double length, sum;  // ||k||, and sum_n t_n ||k(G_n)||
+    double length, sum;  // ||k||, and Omega(k)
   };
 
-  // Applies the prox to the filter's direction, and returns the sum of its norms. The filter keeps the length that it
-  // has after the update, with a metric that before it.
+  bool squares() const { return !penalty_.squared.empty(); }
+  bool turns() const { return penalty_.rings() > 1; }
+
+  // Returns the derivative of a filter's penalty for its Omega(k), given as `sum`.
+  double slope(double scale, double sum) const { return squares() ? 2 * scale * scale * sum : scale; }
+
+  // Applies the prox to the filter's direction, and returns Omega of the result. The filter keeps the length that it has
+  // after the update, with a metric that before it. In a metric a square is solved as it is: with its slope at the
+  // filter before the prox, steps would come to rest elsewhere.
   double rotate(T* w, const T* metric, double scale) {
     const Size size = metric ? Size{before_, 0} : measure(w);
-    double plain[ring_prox::kMaxRings];
-    for (int n = 0; n < penalty_.rings(); ++n) plain[n] = n + 1 < penalty_.rings() ? scale * plain_[n] : 0;
-    solver_.prox(w, metric, {plain, nullptr}, false, shrunk_.data());
+    double plain[ring_prox::kMaxRings], squared[ring_prox::kMaxRings];
+    const bool solves_square = metric && squares();
+    const double slope_of_step = solves_square ? 0 : step_ * slope(scale, size.sum);
+    const int last = penalty_.rings() - 1;
+    for (int n = 0; n <= last; ++n) {
+      plain[n] = n < last ? slope_of_step * thresholds_[n] : 0;
+      squared[n] = scale * squared_[n];
+    }
+    solver_.prox(w, metric, {plain, solves_square ? squared : nullptr}, false, shrunk_.data());
     const Size shrunk = measure(shrunk_.data());
     const double factor = size.length / shrunk.length;
-    if (!(shrunk.length > 0) || !std::isfinite(factor)) return metric ? measure(w).sum : size.sum;
+    if (!(shrunk.length > 0) || !std::isfinite(factor)) return measure(w).sum;
     for (size_t i = 0; i < shrunk_.size(); ++i) w[i] = static_cast<T>(shrunk_[i] * factor);
     return shrunk.sum * factor;
   }
@@ -148,14 +164,16 @@ class Shrinkage {
     Size size{0, 0};
     for (int n = 0; n < penalty_.rings(); ++n) {
       size.length = std::hypot(size.length, norms[n]);
-      size.sum += penalty_.plain[n] * size.length;
+      size.sum += thresholds_[n] * size.length;
     }
     return size;
   }
 
   const ring_prox::Penalty& penalty_;
+  const std::vector<double>& thresholds_;  // of Omega, with scales
   ring_prox::FilterSolver<T> solver_;
-  double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
+  const double step_;
+  double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings] = {};
   double* const scales_;  // [2, filters], or null
   const int64_t filters_;
   double before_ = 0;  // with a metric, the length of the filter before its update

@@ -262,8 +262,12 @@ void Gather::read_scales(TensorRef scales, size_t index, int64_t which) {
   const View view = view_of(scales, "scales", which);
   TensorStep& step = steps_[index];
   if (step.numel == 0) return;
-  LOCO_CHECK(device_.type == DeviceId::cpu().type && step.penalty && step.penalty->squared.empty(), "scales[", which,
-             "]: expected params[", index, "] on the CPU, with a penalty without squares");
+  LOCO_CHECK(device_.type == DeviceId::cpu().type && step.penalty, "scales[", which, "]: expected params[", index,
+             "] on the CPU, with a penalty");
+  const ring_prox::Penalty& penalty = *step.penalty;
+  const bool plain = std::any_of(penalty.plain.begin(), penalty.plain.end(), [](double t) { return t != 0; });
+  LOCO_CHECK(penalty.squared.empty() || !plain, "scales[", which, "]: expected a penalty of params[", index,
+             "] with plain or with squared thresholds, got both");
   const bool fits = view.dtype == DType::f64 && view.ndim == 2 && view.sizes[0] == 2 && view.sizes[1] == step.filters;
   LOCO_CHECK(fits && view.strides[0] == view.sizes[1] && view.strides[1] == 1, "scales[", which,
              "]: expected a contiguous float64 tensor of shape (2, ", step.filters, "), got shape ", shape_text(view));

@@ -24,9 +24,9 @@ struct TensorStep {
   const ring_prox::Penalty* penalty;  // its prox ends the step; null: none
   int64_t filters;                    // with a penalty: number of filters, each of numel / filters consecutive elements
   bool channels_fastest;              // with a penalty: channels vary fastest in a filter; else taps do
-  // With a penalty on the filters' directions, [2, filters], else null. The thresholds of filter j are multiplied by
-  // scales[j]. The last is not applied, as the filter keeps its length. Adam's gradient has the part of the penalty
-  // that pulls along the filter. scales[filters + j] becomes sum_n t_n ||k(G_n)|| over all n. CPU only.
+  // With a penalty on the filters' directions, [2, filters], else null. The thresholds of filter j, all plain or all
+  // squared, are multiplied by scales[j]. The filter keeps its length. Adam's gradient has the part of the penalty that
+  // pulls along the filter. scales[filters + j] becomes the sum over n of its threshold times ||k(G_n)||. CPU only.
   double* scales;
   uint32_t ordinal;  // identifies the parameter, for stochastic rounding
 

@@ -17,10 +17,9 @@ class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
 
     If ``joint``, the squared sum runs over all filters. With ``scales``, the penalty is on the filters' directions, as
-    :class:`loco_ext.sparsity.FoldedPenalty` describes. The thresholds of filter ``j`` are multiplied by
-    ``scales[0, j]``; the last is not applied, as the filter keeps its length. In Adam, the gradient has the part of the
-    penalty that pulls along the filter. Only compiled kernels on the CPU take such a penalty, for contiguous and
-    channels_last weights.
+    :class:`loco_ext.sparsity.FoldedPenalty` describes. The ``t_n`` or ``q_n`` of filter ``j`` are multiplied by
+    ``scales[0, j]``. The filter keeps its length. In Adam, the gradient has the part of the penalty that pulls along
+    the filter. Only compiled kernels on the CPU take such a penalty, for contiguous and channels_last weights.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
@@ -28,12 +27,12 @@ class StepPenalty:
         squared: ``q``, likewise; None for zeros.
         linf: whether groups are measured by their largest weight instead of the Euclidean norm.
         joint: whether the squared sum runs over all filters of the parameter.
-        scales: ``(2, C_out)``, float64 on the CPU, without ``squared`` and ``linf``; the step writes the second row:
-            each filter's ``sum_n t_n ||k(G_n)||``.
+        scales: ``(2, C_out)``, float64 on the CPU, without ``linf`` and ``joint``, and with ``squared`` only if the
+            thresholds are zeros; the step writes the second row: each filter's ``sum_n (t_n + q_n) ||k(G_n)||``.
 
     Raises:
         TypeError: thresholds or scales are not float64 on the CPU.
-        ValueError: more than 64 groups, or scales of another shape or together with squares or largest weights.
+        ValueError: more than 64 groups, or scales of another shape or together with a penalty that takes none.
 
     Example:
         >>> import torch
@@ -61,8 +60,10 @@ class StepPenalty:
             raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {len(thresholds)}")
         if scales is not None and not (scales.dim() == 2 and len(scales) == 2 and scales.is_contiguous()):
             raise ValueError(f"scales: expected a contiguous tensor of shape (2, C_out), got {tuple(scales.shape)}")
-        if scales is not None and (squared is not None or linf):
-            raise ValueError(f"scales: expected no squared and no linf beside them, got {squared}, {linf}")
+        if scales is not None and (linf or joint):
+            raise ValueError(f"scales: expected no linf and no joint beside them, got {linf}, {joint}")
+        if scales is not None and squared is not None and squared.any() and thresholds.any():
+            raise ValueError(f"scales: expected thresholds or squared of zeros beside them, got {thresholds}, {squared}")
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()

@@ -180,11 +180,16 @@ class FoldedFactors:
 
         Its ``scales`` are those of this moment; the step writes :meth:`values` into their second row.
         """
-        if self.inner.power != 1 or self.inner.norm != "l2":
+        if self.inner.norm != "l2":
             return None
-        scales = self.inner.strength * self.scales()
-        thresholds = self.filters.factors(self.inner.weighting)
-        return ops.StepPenalty(self.filters.rings, thresholds, scales=torch.stack([scales, torch.zeros_like(scales)]))
+        weights, scales, squared = self.filters.factors(self.inner.weighting), self.scales(), None
+        if self._squares_filters:
+            weights, squared, scales = torch.zeros_like(weights), weights, math.sqrt(self.inner.strength) * scales
+        else:
+            scales *= self.inner.strength
+        return ops.StepPenalty(
+            self.filters.rings, weights, squared, scales=torch.stack([scales, torch.zeros_like(scales)])
+        )
 
     def pull_along(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return the coefficient of ``weight`` in the gradient of the penalty, ``(C_out,)``, which is not positive.
@@ -214,14 +219,15 @@ class FoldedFactors:
             factors = size * self._slopes(self.values(weight), scales)
             plain = self._without_length(plain)
         # The operator takes the penalty's factors on the host, so they are divided out on the device.
-        safe = column_of(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
+        shrinks = factors > _LEAST_FACTOR
+        safe = column_of(torch.where(shrinks, factors, 1.0).to(weight.dtype), weight)
         if metric is not None:
             shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
         else:
             shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
         after = lengths_of(shrunk)
         rescaled = shrunk * column_of((lengths / after).to(weight.dtype), weight)
-        return torch.where(column_of((factors > 0) & (after > 0), weight), rescaled, weight)
+        return torch.where(column_of(shrinks & (after > 0), weight), rescaled, weight)
 
     def shorten(self, gamma: Tensor, values: Tensor, size: float | Tensor) -> Tensor:
         """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with the weight fixed.

@@ -218,8 +218,9 @@ def test_scales_are_refused_where_no_kernel_takes_them():
     for bad, options, message in (
         (scales[0], {}, r"of shape \(2, C_out\), got \(3,\)"),
         (scales.T, {}, r"of shape \(2, C_out\), got \(3, 2\)"),
-        (scales, {"squared": t}, "expected no squared"),
-        (scales, {"linf": True}, "expected no squared and no linf"),
+        (scales, {"squared": t}, "expected thresholds or squared of zeros"),
+        (scales, {"squared": t, "joint": True}, "expected no linf and no joint"),
+        (scales, {"linf": True}, "expected no linf and no joint"),
     ):
         with pytest.raises(ValueError, match=f"scales: .*{message}"):
             ops.StepPenalty([0, 1, 0], t, scales=bad, **options)
