@@ -11,7 +11,7 @@ from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import check_images, constant, measuring
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines: Tensor, steps: int = 32) -> Tensor:
     """Return each input's contribution to the target's logit: gradients integrated from baselines to the images.
 
@@ -66,7 +66,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         return total / steps
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tensor, counts: Sequence[int]) -> Tensor:
     """Return how much of the target's probability is left once an image's most relevant pixels are gone.
 

@@ -81,7 +81,7 @@ def _of_module(model: nn.Module, example_inputs: Inputs | None) -> dict[str, Ten
     return {names[module]: weights[module] for module in modules}
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: Inputs) -> list[_ConvNd]:
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple) or not all(isinstance(entry, Tensor) for entry in inputs):

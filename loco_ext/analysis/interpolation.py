@@ -19,7 +19,7 @@ METHODS = ("linear", "string", "outputs")
 STIFFNESS = 0.02
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 @torch.inference_mode(False)  # models and paths can be trained, whatever mode they are made in
 def interpolate(
     first: nn.Module,

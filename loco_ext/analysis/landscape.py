@@ -37,7 +37,7 @@ class TopEigenvalue(NamedTuple):
     iterations: int
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     """Return the norm of the loss gradient in all parameters that require one, over all of ``data`` at once.
 
@@ -72,7 +72,7 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     return _norm(total)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def top_hessian_eigenvalue(
     model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> TopEigenvalue:

@@ -9,7 +9,7 @@ from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import constant, measuring
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def permutation_importance(
     model: nn.Module, x: Tensor, targets: Tensor, units: Tensor, *, draws: int = 2, seed: int = 0
 ) -> Tensor:
@@ -67,7 +67,7 @@ def permutation_importance(
     return found
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 

@@ -6,15 +6,18 @@ import importlib
 import importlib.util
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from loco_ext.extras import install_command
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _load(name: str) -> tuple[ModuleType | None, str | None]:
@@ -125,9 +128,17 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
     return None
 
 
-# torch.compile traces neither of the following, and ignores the caches of functions.
+def _constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that torch.compile is to call instead of tracing it, as it ignores caches.
+
+    ``torch.compiler.assume_constant_result`` does the same and imports the compiler, which takes over a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 @cache
-@torch.compiler.assume_constant_result
+@_constant
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -138,7 +149,7 @@ def forced() -> str | None:
 
 
 @cache
-@torch.compiler.assume_constant_result
+@_constant
 def _lacks_code(device: torch.device) -> str | None:
     """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
     if cuda_library is None or (device.index is None and not torch.cuda.is_available()):

@@ -63,7 +63,9 @@ class StepPenalty:
         if scales is not None and (linf or joint):
             raise ValueError(f"scales: expected no linf and no joint beside them, got {linf}, {joint}")
         if scales is not None and squared is not None and squared.any() and thresholds.any():
-            raise ValueError(f"scales: expected thresholds or squared of zeros beside them, got {thresholds}, {squared}")
+            raise ValueError(
+                f"scales: expected thresholds or squared of zeros beside them, got {thresholds}, {squared}"
+            )
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()

@@ -19,7 +19,7 @@ from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, inpu
 Images = Tensor | Iterable[Tensor | tuple[Tensor, ...]]
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def importance_landscape(
     model: nn.Module, x: Images, *, expectation: str = "sampled", chunk_size: int | None = None, seed: int = 0
 ) -> Tensor:

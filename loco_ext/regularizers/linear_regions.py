@@ -56,7 +56,7 @@ def region_radius(
     """Return the radii and the units whose boundaries are nearest."""
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def region_radius(
     model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT
 ) -> Tensor | tuple[Tensor, list[Unit | None]]:
@@ -178,7 +178,7 @@ def dual_exponent(p: Any) -> float:
     return math.inf if p == 1 else 1.0 if p == math.inf else p / (p - 1)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
     """Return in how many different linear regions the samples are.
 

@@ -31,7 +31,7 @@ _VIEWS = ("flatten", "unflatten", "view", "permute", "transpose", "squeeze", "un
 _UNCHANGED_BY = (*_VIEWS, "relu", "cat", "size")
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """Return the number of paths from an output to each input, on average over the outputs.
 

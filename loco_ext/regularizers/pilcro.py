@@ -126,7 +126,7 @@ class PILCRO:
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss of this step, a scalar; zero between applications."""
         parameters = trained_parameters(model)

@@ -79,7 +79,7 @@ class ROLL:
         self.generator = generator
         self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``.
 
@@ -194,7 +194,7 @@ class MarginLoss:
         self.p = float(p)
         self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``; arguments and errors are those of :class:`ROLL`."""
         with torch.inference_mode(False):  # the loss takes gradients itself, whatever the caller has set

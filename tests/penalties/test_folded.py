@@ -245,7 +245,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, power, monkeypatch):
     """Some filters are zero, or have a scale that is, or a variance that is no number."""
     torch.manual_seed(0)
-    weights = [torch.randn(shape) for shape in SHAPES]
+    weights = [torch.randn(shape) for shape in (SHAPES if power == 1 else SHAPES[1:4])]  # the reference takes long
     weights += [(0.3 * w).to(memory_format=LAYOUTS[w.dim()]) for w in weights if w.dim() in LAYOUTS]
     norms = [make_norm(len(weight)) for weight in weights]
     for weight, norm in zip(weights, norms, strict=True):
@@ -257,10 +257,15 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
     results = []
     for backend in ("native", "reference"):
         own, others = [nn.Parameter(weight.to(dtype, copy=True)) for weight in weights], copy.deepcopy(norms)
-        folded = [sparsity.FoldedPenalty(penalties[i % 5 == 3], norm) for i, norm in enumerate(others)]
+        folded = [
+            sparsity.FoldedPenalty(penalties[weight.shape[-1] == 1], norm)
+            for weight, norm in zip(weights, others, strict=True)
+        ]
         groups = [{"params": own, "penalty": folded}, {"params": [norm.weight for norm in others]}]
         options = (
-            {"momentum": 0.5} if name == "SGD" else {"state_dtype": None if dtype == torch.float64 else torch.float32}
+            {"momentum": 0.5}
+            if name == "SGD"
+            else {"eps": 0.1, "state_dtype": None if dtype == torch.float64 else torch.float32}
         )
         optimizer = getattr(optim, name)(groups, lr=0.05, weight_decay=0.1, **options)
         with loco_ext.backend(backend), monkeypatch.context() as context:
