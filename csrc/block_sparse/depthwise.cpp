@@ -200,22 +200,30 @@ void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Compute rows `row` to before `last`, from a ring or from the tensor.
+// Compute one row for all samples of a window, in tiles of as many as there is code for.
 template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
+void depthwise_row(const Product& call, Window<E> window, int64_t row, int64_t lowest) {
+  while (window.samples >= samples) {
+    depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, lowest);
+    window.data += samples * (copied ? vectors * E::Arithmetic::kWidth : call.from.batch_stride);
+    window.batch += samples;
+    window.samples -= samples;
+  }
+  constexpr int kFewer = samples > 10 ? 10 : samples > 2 ? samples - 2 : samples - 1;  // each takes long to compile
+  if constexpr (kFewer > 0) depthwise_row<E, vectors, whole, copied, kFewer>(call, window, row, lowest);
+}
+
+// Compute rows `row` to before `last`, from a ring or from the tensor.
+template <typename E, int vectors, bool whole, bool copied>
 void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, int64_t row,
                     int64_t last) {
-  if constexpr (samples > 1) {
-    if (window.samples < samples) {
-      return depthwise_rows<E, vectors, whole, copied, samples - 1>(call, spans, window, row, last);
-    }
-  }
   Span cached{0, 0};
   for (; row < last; ++row) {
     const Span span = spans.of(row);
     if (copied && span.length() > 0) {
       depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
     }
-    depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, span.begin);
+    depthwise_row<E, vectors, whole, copied>(call, window, row, span.begin);
   }
 }
 
