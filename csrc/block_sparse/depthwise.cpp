@@ -200,30 +200,35 @@ void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Compute one row for all samples of a window, in tiles of as many as there is code for.
-template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
-void depthwise_row(const Product& call, Window<E> window, int64_t row, int64_t lowest) {
-  while (window.samples >= samples) {
-    depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, lowest);
-    window.data += samples * (copied ? vectors * E::Arithmetic::kWidth : call.from.batch_stride);
-    window.batch += samples;
-    window.samples -= samples;
-  }
-  constexpr int kFewer = samples > 10 ? 10 : samples > 2 ? samples - 2 : samples - 1;  // each takes long to compile
-  if constexpr (kFewer > 0) depthwise_row<E, vectors, whole, copied, kFewer>(call, window, row, lowest);
+// Return the next smaller number of samples that there are tiles for: one less for those that most channels are in,
+// which leaves none over; elsewhere also fewer, as each takes long to compile.
+template <typename E, int vectors, bool whole>
+constexpr int fewer_samples(int samples) {
+  const bool most_channels = whole && vectors == E::kVectors && !std::is_same_v<E, F64>;
+  return most_channels || samples == kDepthwiseSamples || samples <= 2 ? samples - 1 : samples - 2;
 }
 
 // Compute rows `row` to before `last`, from a ring or from the tensor.
-template <typename E, int vectors, bool whole, bool copied>
-void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, int64_t row,
-                    int64_t last) {
-  Span cached{0, 0};
-  for (; row < last; ++row) {
-    const Span span = spans.of(row);
-    if (copied && span.length() > 0) {
-      depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
+template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
+void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, Window<E> window, int64_t row, int64_t last) {
+  const int64_t left = window.samples - samples;
+  if (left >= 0) {
+    window.samples = samples;
+    Span cached{0, 0};
+    for (int64_t at = row; at < last; ++at) {
+      const Span span = spans.of(at);
+      if (copied && span.length() > 0) {
+        depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
+      }
+      depthwise_tile<E, samples, vectors, whole, copied>(call, window, at, span.begin);
     }
-    depthwise_row<E, vectors, whole, copied>(call, window, row, span.begin);
+    window.batch += samples;
+    window.samples = left;
+    if (!copied) window.data += samples * call.from.batch_stride;
+  }
+  constexpr int kFewer = fewer_samples<E, vectors, whole>(samples);
+  if constexpr (kFewer > 0) {
+    if (window.samples > 0) depthwise_rows<E, vectors, whole, copied, kFewer>(call, spans, window, row, last);
   }
 }
 

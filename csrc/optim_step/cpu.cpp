@@ -110,7 +110,8 @@ class Shrinkage {
   }
 
   // Returns the coefficient of filter j, which has not been updated, in the gradient of its penalty, 0 without scales
-  // or a metric. The penalty is a function of Omega(k) / ||k||: the prox is that of Omega, and 1 / ||k|| pulls outwards.
+  // or a metric. The penalty is a function of Omega(k) / ||k||: the prox is that of Omega, and 1 / ||k|| pulls
+  // outwards.
   double pull(const T* w, int64_t j) {
     if (!scales_ || !Rule::has_metric || !turns()) return 0;
     const Size size = measure(w);
@@ -137,8 +138,8 @@ class Shrinkage {
   // Returns the derivative of a filter's penalty for its Omega(k), given as `sum`.
   double slope(double scale, double sum) const { return squares() ? 2 * scale * scale * sum : scale; }
 
-  // Applies the prox to the filter's direction, and returns Omega of the result. The filter keeps the length that it has
-  // after the update, with a metric that before it. In a metric a square is solved as it is: with its slope at the
+  // Applies the prox to the filter's direction, and returns Omega of the result. The filter keeps the length that it
+  // has after the update, with a metric that before it. In a metric a square is solved as it is: with its slope at the
   // filter before the prox, steps would come to rest elsewhere.
   double rotate(T* w, const T* metric, double scale) {
     const Size size = metric ? Size{before_, 0} : measure(w);
