@@ -41,7 +41,7 @@ from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.reference.dtypes import compute_dtype
-from loco_ext.reference.optim_step import prox_size
+from loco_ext.reference.optim_step import prox_sizes
 from loco_ext.warning import warn_caller
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
@@ -327,12 +327,16 @@ class LocalityOptimizer(Optimizer):
         names = self._rule.states
         return names if group[self._rule.optional] else names[:-1]
 
-    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the size of the prox that belongs to the parameter's last step, and its metric times that size."""
-        state, names = self.state.get(param, {}), self._state_names(group)
-        last = state.get(names[-1]) if names else None
-        last = None if last is None else last.to(compute_dtype(param.dtype))
-        return prox_size(self._rule, (lr_for(param, group), *self._hyper(group)), last, state.get("step"))
+    def _prox_sizes(self, groups: Sequence[Group], params: Sequence[Tensor]) -> list[tuple[Any, Tensor | None]]:
+        """Return the size of the prox of each parameter's last step, and its metric times that size, if it has one."""
+        rows, lasts, steps = [], [], []
+        for group, param in zip(groups, params, strict=True):
+            state, names = self.state.get(param, {}), self._state_names(group)
+            last = state.get(names[-1]) if names else None
+            lasts.append(None if last is None else last.to(compute_dtype(param.dtype)))
+            rows.append((lr_for(param, group), *self._hyper(group)))
+            steps.append(state.get("step"))
+        return prox_sizes(self._rule, rows, lasts, steps)
 
     def _shrink(self, group: Group, plan: StepPlan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""
@@ -342,7 +346,7 @@ class LocalityOptimizer(Optimizer):
             if penalty is None or param.grad is None:
                 continue
             wide = param.to(compute_dtype(param.dtype))
-            param.copy_(proxes_of([penalty], [wide], [self._prox_size(group, param)])[0])
+            param.copy_(proxes_of([penalty], [wide], self._prox_sizes([group], [param]))[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

@@ -1,4 +1,4 @@
-"""FoldedPenalty in the optimizers: what they add to a step of a convolution's weight and of its norm's weight.
+"""FoldedPenalty in the optimizers: what they add to a step of convolutions' weights and of their norms' weights.
 
 :class:`loco_ext.sparsity.FoldedPenalty` states what is minimised. Its pulls on the norm's weight and on the direction
 of the filters are proxes after the step, each with the step size or metric of its parameter. The second pull keeps the
@@ -7,14 +7,16 @@ pull that points outwards along the filter, which is smooth, joins the gradient 
 scale back at the minimum.
 
 Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do this to a filter while it is in
-the caches, and return the penalty of each filter, by which the norm's weight is then shrunk.
+the caches, and return the penalty of each filter, by which the norm's weight is then shrunk. Elsewhere, layers of one
+kind share torch's calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,15 +28,17 @@ from loco_ext.ops.penalties import StepPenalty
 from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.optim.options import Group, uses_torch
 from loco_ext.optim.plan import StepPlan
-from loco_ext.penalties.folded import FoldedFactors, column_of, lengths_of
+from loco_ext.penalties.folded import FoldedLayer, FoldedLayers, column_of
 from loco_ext.reference.dtypes import compute_dtype
+
+_ProxSize = tuple[Any, Tensor | None]
 
 
 class _Optimizer(Protocol):
     param_groups: list[Group]
     state: Any
 
-    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]: ...
+    def _prox_sizes(self, groups: Sequence[Group], params: Sequence[Tensor]) -> list[_ProxSize]: ...
 
 
 @contextmanager
@@ -46,13 +50,19 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
         NotImplementedError: parameters are sharded, or rounding is stochastic.
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    steps = [_FoldedStep(optimizer, group_of, *entry) for plan in plans for entry in plan.folded]
-    gradients = [(step.weight, step.weight.grad) for step in steps]
+    entries = [_entry(group_of, weight, layer) for plan in plans for weight, layer in plan.folded]
+    kinds: dict[object, list[_Entry]] = {}
+    uses: Counter[int] = Counter()  # of each norm: if it follows several convolutions, each of them shrinks it
+    for entry in entries:
+        kinds.setdefault((entry.weight.device, entry.layer.kind, uses[id(entry.gamma)]), []).append(entry)
+        uses[id(entry.gamma)] += 1
+    steps = [_FoldedStep(optimizer, of_kind) for of_kind in kinds.values()]
+    gradients = [(entry.weight, entry.weight.grad) for entry in entries]
     found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
     try:
         for step in steps:
             step.begin(scale)
-        yield _with_penalties(plans, {id(step.weight): step.in_kernels for step in steps})
+        yield _with_penalties(plans, {id(entry.weight): entry.in_kernels for entry in entries})
     finally:
         for weight, grad in gradients:
             if grad is not weight.grad and grad is not None:
@@ -73,92 +83,138 @@ def _with_penalties(plans: list[StepPlan], added: dict[int, StepPenalty | None])
     return result
 
 
+@dataclass
+class _Entry:
+    """A convolution's weight and its norm's weight in one step."""
+
+    weight: Tensor
+    layer: FoldedLayer
+    group: Group
+    gamma_group: Group
+    in_kernels: StepPenalty | None = field(default=None, init=False)  # the penalty that kernels apply in the step
+
+    @property
+    def gamma(self) -> Tensor:
+        return self.layer.batch_norm.weight
+
+    @property
+    def may_be_in_kernels(self) -> bool:
+        """Return whether compiled kernels on the CPU step the weight."""
+        stepped = self.weight.grad is not None and not uses_torch(self.group) and self.group["fused"] is not False
+        return stepped and self.weight.is_cpu and backends.choose("optim_step", self.weight.device) == "native"
+
+
+def _entry(group_of: dict[int, Group], weight: Tensor, layer: FoldedLayer) -> _Entry:
+    """Return the entry of a weight; raise as :func:`folded_steps` does."""
+    gamma: Tensor = layer.batch_norm.weight
+    if id(gamma) not in group_of:
+        raise ValueError(
+            "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
+            f"optimizer, as it shrinks with the filters, got none of the {len(group_of)}; without it use "
+            f"{type(layer.inner).__name__} alone"
+        )
+    if weight.grad is not None and not gamma.requires_grad:
+        raise ValueError(
+            "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the filters of a "
+            f"FoldedPenalty, got a frozen one; without it use {type(layer.inner).__name__} alone"
+        )
+    for param in (weight, gamma):
+        if type(param) not in (Tensor, Parameter):
+            raise NotImplementedError(
+                "penalty: expected no sharding, ordinary parameters, for a FoldedPenalty and its batch norm, got "
+                f"{type(param).__name__}"
+            )
+        if group_of[id(param)]["stochastic_rounding"] is not None and param.dtype == torch.bfloat16:
+            raise NotImplementedError(
+                "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, of which a part "
+                "follows the step's kernels"
+            )
+    return _Entry(weight, layer, group_of[id(weight)], group_of[id(gamma)])
+
+
 class _FoldedStep:
-    """One step of a convolution's weight and of its norm's weight."""
+    """One step of the layers of one kind on one device."""
 
-    def __init__(
-        self,
-        optimizer: _Optimizer,
-        group_of: dict[int, Group],
-        weight: Tensor,
-        factors: FoldedFactors,
-    ) -> None:
-        self.optimizer, self.weight, self.factors = optimizer, weight, factors
-        self.gamma: Tensor = factors.batch_norm.weight
-        self.group = group_of[id(weight)]
-        if id(self.gamma) not in group_of:
-            raise ValueError(
-                "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
-                f"optimizer, as it shrinks with the filters, got none of the {len(group_of)}; without it use "
-                f"{type(factors.inner).__name__} alone"
-            )
-        self.gamma_group = group_of[id(self.gamma)]
-        if weight.grad is not None and not self.gamma.requires_grad:
-            raise ValueError(
-                "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the filters of a "
-                f"FoldedPenalty, got a frozen one; without it use {type(factors.inner).__name__} alone"
-            )
-        for param, group in ((weight, self.group), (self.gamma, self.gamma_group)):
-            if type(param) not in (Tensor, Parameter):
-                raise NotImplementedError(
-                    "penalty: expected no sharding, ordinary parameters, for a FoldedPenalty and its batch norm, got "
-                    f"{type(param).__name__}"
-                )
-            if group["stochastic_rounding"] is not None and param.dtype == torch.bfloat16:
-                raise NotImplementedError(
-                    "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, of which a part "
-                    "follows the step's kernels"
-                )
-        self.in_kernels = self._for_kernels()
-        self.turns = weight.grad is not None and factors.depend_on_direction and self.in_kernels is None
-
-    def _for_kernels(self) -> StepPenalty | None:
-        """Return the penalty that kernels apply in the step of the weight; None if they do not make it."""
-        weight, group = self.weight, self.group
-        stepped = weight.grad is not None and not uses_torch(group) and group["fused"] is not False
-        if not (stepped and weight.is_cpu and backends.choose("optim_step", weight.device) == "native"):
-            return None
-        penalty = self.factors.for_kernels()
-        return penalty if penalty is not None and applied_by_kernels(weight, penalty) else None
+    def __init__(self, optimizer: _Optimizer, entries: list[_Entry]) -> None:
+        self.optimizer, self.entries = optimizer, entries
+        self.turned: list[_Entry] = []  # those whose direction is shrunk after the step
 
     def begin(self, scale: Tensor | None) -> None:
-        """Read what the penalty depends on before the step. ``scale``: the factor that gradients carry, or None."""
-        if not self.turns:
+        """Read what the penalties depend on before the step. ``scale``: the factor that gradients carry, or None."""
+        layers = FoldedLayers([entry.layer for entry in self.entries])
+        scales = layers.scales()
+        turned = []
+        for entry, of_layer in zip(self.entries, layers.split(scales), strict=True):
+            penalty = entry.layer.for_kernels(of_layer) if entry.may_be_in_kernels else None
+            if penalty is not None and applied_by_kernels(entry.weight, penalty):
+                entry.in_kernels = penalty
+            elif entry.weight.grad is not None and entry.layer.depends_on_direction:
+                turned.append((entry, of_layer))
+        if not turned:
             return
-        weight = self.weight.detach()
-        self.scales = self.factors.scales()
-        self.lengths = lengths_of(weight)
-        if "betas" not in self.group:
-            return
-        pull = self.factors.pull_along(weight, self.scales)
-        pull = -pull if self.group["maximize"] else pull
+        self.turned = [entry for entry, _ in turned]
+        self.layers = FoldedLayers([entry.layer for entry in self.turned])
+        self.scales = torch.cat([of_layer for _, of_layer in turned])
+        if "betas" in self.turned[0].group:
+            self._pull(scale)
+
+    def _pull(self, scale: Tensor | None) -> None:
+        """Add the pull along the filters to the gradients."""
+        weights = [entry.weight.detach() for entry in self.turned]
+        pull, self.lengths = self.layers.pull_along(weights, self.scales)
         pull = pull if scale is None else pull * scale.to(pull)
-        column = column_of(pull.to(compute_dtype(weight.dtype)), weight)
-        grad = self.weight.grad
-        assert grad is not None
-        self.weight.grad = grad + (column * weight).to(grad.dtype)
+        for entry, weight, of_layer in zip(self.turned, weights, self.layers.split(pull), strict=True):
+            column = column_of(of_layer.to(compute_dtype(weight.dtype)), weight)
+            grad = entry.weight.grad
+            assert grad is not None
+            product = (column * weight).to(grad.dtype)
+            entry.weight.grad = grad - product if entry.group["maximize"] else grad + product
 
     def end(self, found_inf: Tensor | None) -> None:
         """Shrink both factors by the step sizes or metrics that the step has used."""
-        if found_inf is not None and not self._has_states():
+        if found_inf is not None and not self._have_states():
             return  # the step was skipped: not even states were created
-        weight, gamma = self.weight.detach(), self.gamma.detach()
-        wide = weight.to(compute_dtype(weight.dtype))
-        if self.turns:
-            size, metric = self.optimizer._prox_size(self.group, self.weight)
-            lengths = lengths_of(wide) if metric is None else self.lengths
-            wide = self.factors.rotate(wide, self.scales, size, lengths, metric)
-            weight.copy_(_unless(found_inf, wide, weight))
-        if self.gamma.grad is not None:
-            size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
-            size = size if metric is None else size / metric.double()
-            scales = None if self.in_kernels is None else self.in_kernels.scales
-            values = self.factors.values(wide) if scales is None else scales[1]
-            shortened = self.factors.shorten(gamma, values, size)
-            gamma.copy_(_unless(found_inf, shortened, gamma))
+        values = {}
+        for entry in self.entries:
+            if entry.in_kernels is not None and (scales := entry.in_kernels.scales) is not None:
+                values[id(entry)] = scales[1]
+        if self.turned:
+            values |= zip(map(id, self.turned), self.layers.split(self._rotate(found_inf)), strict=True)
+        if shortened := [entry for entry in self.entries if entry.gamma.grad is not None]:
+            self._shorten(shortened, values, found_inf)
 
-    def _has_states(self) -> bool:
-        stepped = [(self.group, self.weight), (self.gamma_group, self.gamma)]
+    def _rotate(self, found_inf: Tensor | None) -> Tensor:
+        """Shrink the filters' directions; return the penalty of each filter as :meth:`FoldedLayers.values` does."""
+        params = [entry.weight for entry in self.turned]
+        wide = [param.detach().to(compute_dtype(param.dtype)) for param in params]
+        prox_sizes = self.optimizer._prox_sizes([entry.group for entry in self.turned], params)
+        sizes, metrics = zip(*prox_sizes, strict=True)
+        size = self.layers.spread(sizes)
+        if metrics[0] is None:
+            results, values = self.layers.rotate(wide, self.scales, size)
+        else:
+            results, values = self.layers.rotate(wide, self.scales, size, self.lengths, metrics)
+        for param, result in zip(params, results, strict=True):
+            param.detach().copy_(_unless(found_inf, result, param.detach()))
+        return values
+
+    def _shorten(self, entries: list[_Entry], values: dict[int, Tensor], found_inf: Tensor | None) -> None:
+        """Shrink the norms' weights, given the penalties of the filters of those entries where they are known."""
+        if others := [entry for entry in entries if id(entry) not in values]:
+            layers = FoldedLayers([entry.layer for entry in others])
+            found = layers.values(layers.norms([entry.weight.detach() for entry in others]))
+            values |= zip(map(id, others), layers.split(found), strict=True)
+        layers = FoldedLayers([entry.layer for entry in entries])
+        gammas = [entry.gamma for entry in entries]
+        prox_sizes = self.optimizer._prox_sizes([entry.gamma_group for entry in entries], gammas)
+        sizes, metrics = zip(*prox_sizes, strict=True)
+        size = layers.spread(sizes) if metrics[0] is None else layers.spread(sizes) / torch.cat(metrics).double()
+        shortened = layers.shorten(torch.cat([values[id(entry)] for entry in entries]), size)
+        shortened = _unless(found_inf, shortened, torch.cat(layers.gammas()))
+        torch._foreach_copy_(layers.gammas(), list(layers.split(shortened)))
+
+    def _have_states(self) -> bool:
+        stepped = [(e.group, e.weight) for e in self.entries] + [(e.gamma_group, e.gamma) for e in self.entries]
         state = self.optimizer.state
         return all("betas" not in group or p.grad is None or state.get(p) for group, p in stepped)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from loco_ext.ops import LayerPenalty, StepPenalty
 from loco_ext.optim.locality import entries_of
 from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
-from loco_ext.penalties.folded import FoldedFactors
+from loco_ext.penalties.folded import FoldedLayer
 
 _STORED_WHOLE = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
 
@@ -54,7 +54,7 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
 
 def step_penalties(
     params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
-) -> tuple[list[StepPenalty | LayerPenalty | None], list[tuple[Tensor, FoldedFactors]]]:
+) -> tuple[list[StepPenalty | LayerPenalty | None], list[tuple[Tensor, FoldedLayer]]]:
     """Return the penalties that the operators take, and the parameters with a FoldedPenalty.
 
     The first list has an entry for each parameter, None for those without a penalty, and is empty if no parameter has
@@ -69,12 +69,12 @@ def step_penalties(
     if penalty is None:
         return [], []
     of_step: list[StepPenalty | LayerPenalty | None] = []
-    folded: list[tuple[Tensor, FoldedFactors]] = []
+    folded: list[tuple[Tensor, FoldedLayer]] = []
     for i, (param, entry) in enumerate(zip(params, _entries(params, penalty), strict=True)):
         try:
             of_step.append(None if entry is None else entry.for_step(param))
             if isinstance(entry, FoldedPenalty):
-                folded.append((param, entry.factors(param)))
+                folded.append((param, entry.layer(param)))
         except (TypeError, ValueError) as error:
             raise type(error)(f"penalty of parameter {i}: {error}") from None
     return (of_step if any(entry is not None for entry in of_step) else []), folded

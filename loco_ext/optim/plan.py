@@ -23,7 +23,7 @@ from loco_ext.optim.locality import decay_maps
 from loco_ext.optim.options import Group
 from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
-from loco_ext.penalties.folded import FoldedFactors
+from loco_ext.penalties.folded import FoldedLayer
 
 
 def same_objects(a: Collection[object], b: Collection[object]) -> bool:
@@ -67,7 +67,7 @@ class StepPlan:
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
     penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
-    folded: list[tuple[Tensor, FoldedFactors]]  # the parameters with a FoldedPenalty
+    folded: list[tuple[Tensor, FoldedLayer]]  # the parameters with a FoldedPenalty
     plain: bool  # no parameter is of a tensor subclass such as DTensor
     fake_mode: object
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
 from loco_ext.argument_checks import check_number
-from loco_ext.ops.joint import factor_of_norms
+from loco_ext.ops.joint import factor_of_norms, group_norms_by
+from loco_ext.ops.ring_prox import ProxCall, run_proxes
 from loco_ext.penalties.base import Penalty
+from loco_ext.penalties.filters import Filters
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
 from loco_ext.penalties.penalty_checks import check_convolution
-
-_LEAST_FACTOR = 1e-20  # keeps quotients finite in float32
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,11 @@ class FoldedPenalty(Penalty):
         As the network's function does not depend on the length of a filter in ``weight``, the gradient for ``weight``
         has no part along the filter.
         """
-        factors, inner = self.factors(weight), self.penalty
-        dead = lengths_of(weight.detach()) == 0
-        lengths = lengths_of(weight.masked_fill(column_of(dead, weight), 1.0))  # differentiable
-        values = inner.filter_values(weight, factors.filters) * (lengths.detach() / lengths)
-        folded = values * factors.reciprocal_sigma() * self.batch_norm.weight.double().abs()
+        layers, inner = FoldedLayers([self.layer(weight)]), self.penalty
+        dead = layers.lengths([weight.detach()]) == 0
+        lengths = layers.lengths([weight.masked_fill(column_of(dead, weight), 1.0)])  # differentiable
+        values = inner.filter_values(weight, self.layer(weight).filters) * (lengths.detach() / lengths)
+        folded = values * layers.reciprocal_sigma() * self.batch_norm.weight.double().abs()
         return inner.strength * inner.total(folded)
 
     def prox(self, weight: Tensor, step: float) -> tuple[Tensor, Tensor]:
@@ -117,165 +119,260 @@ class FoldedPenalty(Penalty):
             ...     for factor, shrunk in zip((conv.weight, norm.weight), penalty.prox(conv.weight, step=0.1)):
             ...         _ = factor.copy_(shrunk)
         """
-        size, factors, weight = check_number("step", step), self.factors(weight), weight.detach()
-        rotated = factors.rotate(weight, factors.scales(), size, lengths_of(weight))
-        gamma = self.batch_norm.weight.detach()
-        return rotated, factors.shorten(gamma, factors.values(rotated), size).to(gamma.dtype)
+        size, layer, weight = check_number("step", step), self.layer(weight), weight.detach()
+        layers = FoldedLayers([layer])
+        rotated = [weight]
+        if layer.depends_on_direction:
+            rotated, values = layers.rotate([weight], layers.scales(), size)
+        else:
+            values = layers.values(layers.norms([weight]))
+        return rotated[0], layers.shorten(values, size).to(self.batch_norm.weight.dtype)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """Set small groups to zero, as :meth:`loco_ext.sparsity.RingPenalty.threshold` does.
 
         ``tau`` applies to the folded filters.
         """
-        factors, limit = self.factors(weight), check_number("tau", tau)
-        return self.penalty.zero_small_groups(weight.detach(), factors.filters, limit, factors.scales()[:, None])
+        layer, limit = self.layer(weight), check_number("tau", tau)
+        scales = FoldedLayers([layer]).scales()[:, None]
+        return self.penalty.zero_small_groups(weight.detach(), layer.filters, limit, scales)
 
     def for_step(self, weight: Tensor) -> None:
-        """Return None: the optimizers apply this penalty around the step, by :meth:`factors`."""
-        self.factors(weight)
+        """Return None: the optimizers apply this penalty around the step, to the :meth:`layer`."""
+        self.layer(weight)
 
-    def factors(self, weight: Tensor) -> FoldedFactors:
-        """Return the penalty as a function of this weight and the norm's; raise unless they fit each other."""
+    def layer(self, weight: Tensor) -> FoldedLayer:
+        """Return what the penalty and this weight determine together; raise unless they fit each other."""
         check_convolution("weight", weight)
         if len(weight) != self.batch_norm.num_features:
             raise ValueError(
                 f"weight: expected {self.batch_norm.num_features} filters as batch_norm, got {len(weight)}"
             )
-        return FoldedFactors(self, weight)
+        return FoldedLayer(self.penalty, self.batch_norm, self.penalty.filters(weight))
 
 
-class FoldedFactors:
-    """A :class:`FoldedPenalty` as a function of its two factors, filters of one shape and gamma.
+@dataclass(frozen=True)
+class FoldedLayer:
+    """A convolution under a :class:`FoldedPenalty`: the penalty on its filters, the norm behind it, and its filters."""
 
-    No method synchronises with the device. ``scales`` are ``|gamma| / sigma`` of each filter, ``(C_out,)``; ``size`` is
-    that of the step, a number or float64 on the device.
-    """
-
-    def __init__(self, penalty: FoldedPenalty, weight: Tensor) -> None:
-        self.inner, self.batch_norm = penalty.penalty, penalty.batch_norm
-        self.filters = self.inner.filters(weight)
+    inner: RingPenalty | KernelPenalty
+    batch_norm: _BatchNorm
+    filters: Filters
 
     @property
-    def depend_on_direction(self) -> bool:
+    def kind(self) -> tuple[object, ...]:
+        """Return what layers have in common that :class:`FoldedLayers` treats together."""
+        return type(self.inner), self.inner.power, self.inner.norm
+
+    @property
+    def depends_on_direction(self) -> bool:
         """Return whether the penalty depends on a filter's direction, not only on its Euclidean length."""
         return self.filters.count > 1 or self.inner.norm == "linf"
 
-    def reciprocal_sigma(self) -> Tensor:
-        """Return ``1 / sigma``, 0 where that is not finite: float64 ``(C_out,)``."""
-        assert self.batch_norm.running_var is not None
-        reciprocal = (self.batch_norm.running_var.detach().double() + self.batch_norm.eps).rsqrt()
-        return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
+    @property
+    def squares_filters(self) -> bool:
+        """Return whether each filter's sum is squared. In a metric, slopes at the former sum would miss the minimum."""
+        return self.inner.power == 2 and isinstance(self.inner, RingPenalty)
 
-    def scales(self) -> Tensor:
-        """Return ``|gamma| / sigma`` of each filter, 0 where that is not finite: float64 ``(C_out,)``."""
-        scales = self.batch_norm.weight.detach().double().abs() * self.reciprocal_sigma()
-        return torch.where(scales.isfinite(), scales, 0.0)
-
-    def values(self, weight: Tensor) -> Tensor:
-        """Return ``Omega(k)`` of each filter, without the strength: float64 ``(C_out,)``."""
-        return self._norms(weight) @ self._weights_on(weight.device)
-
-    def for_kernels(self) -> ops.StepPenalty | None:
+    def for_kernels(self, scales: Tensor) -> ops.StepPenalty | None:
         """Return the penalty on directions as the step's kernels on the CPU apply it; None if they do not.
 
-        Its ``scales`` are those of this moment; the step writes :meth:`values` into their second row.
+        ``scales`` are this layer's of :meth:`FoldedLayers.scales`. The step writes its :meth:`FoldedLayers.values` into
+        the second row of the penalty's.
         """
         if self.inner.norm != "l2":
             return None
-        weights, scales, squared = self.filters.factors(self.inner.weighting), self.scales(), None
-        if self._squares_filters:
+        weights, squared = self.filters.factors(self.inner.weighting), None
+        if self.squares_filters:
             weights, squared, scales = torch.zeros_like(weights), weights, math.sqrt(self.inner.strength) * scales
         else:
-            scales *= self.inner.strength
+            scales = self.inner.strength * scales
         return ops.StepPenalty(
             self.filters.rings, weights, squared, scales=torch.stack([scales, torch.zeros_like(scales)])
         )
 
-    def pull_along(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return the coefficient of ``weight`` in the gradient of the penalty, ``(C_out,)``, which is not positive.
+
+class FoldedLayers:
+    """The penalties of layers of one kind, on one device, as functions of filters and gamma.
+
+    A call of torch's takes longer than its work on the numbers of one layer. All layers therefore share it: what there
+    is for each filter is one vector, float64 ``(filters,)``, of one layer's filters after the other's. Below,
+    ``Omega(k)`` is ``sum_n w_n ||k(G_n)||`` of a filter, ``scales`` are ``|gamma| / sigma``, and ``size`` is that of
+    the step, as :meth:`spread` returns it. No method synchronises with the device.
+    """
+
+    def __init__(self, layers: Sequence[FoldedLayer]) -> None:
+        self._layers, self._kind = list(layers), layers[0]
+        self._groups = max(layer.filters.count for layer in layers)
+
+    def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return the numbers of each layer's filters."""
+        return numbers.split([layer.batch_norm.num_features for layer in self._layers])
+
+    def spread(self, of_layers: Sequence[float | Tensor]) -> float | Tensor:
+        """Return what there is for each layer, a number or a tensor ``()`` or ``(filters,)``, for each filter.
+
+        It is a single number if all layers have the same.
+        """
+        first = of_layers[0]
+        if not isinstance(first, Tensor) and all(type(each) is type(first) and each == first for each in of_layers):
+            return first
+        like = self._layers[0].batch_norm.weight.detach()
+        return torch.cat(
+            [
+                each.double().expand(layer.batch_norm.num_features)
+                if isinstance(each, Tensor)
+                else like.new_full((layer.batch_norm.num_features,), each, dtype=torch.float64)
+                for layer, each in zip(self._layers, of_layers, strict=True)
+            ]
+        )
+
+    def gammas(self) -> list[Tensor]:
+        """Return each norm's weight."""
+        return [layer.batch_norm.weight.detach() for layer in self._layers]
+
+    def reciprocal_sigma(self) -> Tensor:
+        """Return ``1 / sigma``, 0 where that is not finite."""
+        variances = [layer.batch_norm.running_var for layer in self._layers]
+        sums = torch.cat([each.detach() for each in variances if each is not None]).double()
+        reciprocal = (sums + self.spread([layer.batch_norm.eps for layer in self._layers])).rsqrt()
+        return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
+
+    def scales(self) -> Tensor:
+        """Return ``|gamma| / sigma`` of each filter, 0 where that is not finite."""
+        scales = torch.cat(self.gammas()).double().abs() * self.reciprocal_sigma()
+        return torch.where(scales.isfinite(), scales, 0.0)
+
+    def lengths(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the Euclidean norm of each filter, differentiable."""
+        return torch.cat([torch.linalg.vector_norm(weight.double().flatten(1), dim=1) for weight in weights])
+
+    def norms(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return ``||k(G_n)||`` of each filter, float64 ``(filters, groups)``, of as many groups as any layer has."""
+        filters = [layer.filters for layer in self._layers]
+        if self._kind.inner.norm == "linf":
+            return self._padded([each.norms(weight, True) for each, weight in zip(filters, weights, strict=True)])
+
+        def of_all(*_: object) -> Tensor:
+            rings = [ops.ring_norms(w, each.rings, each.count) for each, w in zip(filters, weights, strict=True)]
+            return self._padded(rings)
+
+        return group_norms_by(of_all, weights[0], [], self._groups, False)
+
+    def values(self, norms: Tensor) -> Tensor:
+        """Return ``Omega(k)`` of each filter."""
+        return (norms * self._weights(norms.device)).sum(1)
+
+    def pull_along(self, weights: Sequence[Tensor], scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the coefficient of each filter in the gradient of the penalty, not positive, and the filters' lengths.
 
         ``Omega(k) / ||k||`` is pulled inwards by ``Omega``, which a prox handles, and outwards by ``1 / ||k||``, which
         remains.
         """
-        norms, weights = self._norms(weight), self._weights_on(weight.device)
-        turning = norms @ (weights if self._squares_filters else self._without_length(weights))
-        pull = -self._slopes(norms @ weights, scales) * turning / lengths_of(weight).square()
-        return torch.where(pull.isfinite(), pull, 0.0)
+        norms = self.norms(weights)
+        lengths = self._lengths(norms, weights)
+        weighted = self._weights(norms.device, but_lengths=not self._kind.squares_filters)
+        turning = (norms * weighted).sum(1)
+        pull = -self._slopes(self.values(norms), scales) * turning / lengths.square()
+        return torch.where(pull.isfinite(), pull, 0.0), lengths
 
     def rotate(
-        self, weight: Tensor, scales: Tensor, size: float | Tensor, lengths: Tensor, metric: Tensor | None = None
-    ) -> Tensor:
-        """Return the prox of the penalty on ``weight``'s direction, with filters scaled to ``lengths``, ``(C_out,)``.
+        self,
+        weights: Sequence[Tensor],
+        scales: Tensor,
+        size: float | Tensor,
+        lengths: Tensor | None = None,
+        metrics: Sequence[Tensor] | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the prox of the penalty on each weight's direction, and the :meth:`values` of the results.
 
-        With a metric, :meth:`pull_along` must have been part of the gradient.
+        Filters keep their lengths, with metrics those that are given; then :meth:`pull_along` must have been part of
+        the gradient.
         """
-        if not self.depend_on_direction:
-            return weight
-        inner, rings, linf = self.inner, self.filters.rings, self.inner.norm == "linf"
-        plain, squared = self.filters.factors(inner.weighting), None
-        if metric is not None and self._squares_filters:
-            plain, squared, factors = 0 * plain, plain, size * inner.strength * scales.square()
+        norms = self.norms(weights)
+        values, lengths = self.values(norms), self._lengths(norms, weights) if lengths is None else lengths
+        if metrics is not None and self._kind.squares_filters:
+            factors = size * self._strength() * scales.square()
         else:
-            factors = size * self._slopes(self.values(weight), scales)
-            plain = self._without_length(plain)
-        # The operator takes the penalty's factors on the host, so they are divided out on the device.
-        shrinks = factors > _LEAST_FACTOR
-        safe = column_of(torch.where(shrinks, factors, 1.0).to(weight.dtype), weight)
-        if metric is not None:
-            shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
+            factors = size * self._slopes(values, scales)
+        shrinks = factors > 0
+        factors = torch.where(shrinks, factors, 0.0)[:, None]
+        squared = None
+        if metrics is not None and self._kind.squares_filters:
+            squared = self.split(factors.sqrt() * self._weights(factors.device))
+            plain = self.split(torch.zeros_like(factors).expand(-1, self._groups))
         else:
-            shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
-        after = lengths_of(shrunk)
-        rescaled = shrunk * column_of((lengths / after).to(weight.dtype), weight)
-        return torch.where(column_of(shrinks & (after > 0), weight), rescaled, weight)
+            plain = self.split(factors * self._weights(factors.device, but_lengths=True))
+        linf = self._kind.inner.norm == "linf"
+        calls = []
+        for i, (layer, weight) in enumerate(zip(self._layers, weights, strict=True)):
+            t, q = (None if of is None else of[i][:, : layer.filters.count].contiguous() for of in (plain, squared))
+            assert t is not None
+            calls.append(ProxCall(weight, layer.filters.rings, t, q, None if metrics is None else metrics[i], linf))
+        shrunk = run_proxes(calls)
+        norms = self.norms(shrunk)
+        ratios = lengths / self._lengths(norms, shrunk)
+        turns = shrinks & ratios.isfinite()
+        results = [
+            torch.where(column_of(turned, weight), each * column_of(ratio.to(weight.dtype), weight), weight)
+            for turned, ratio, each, weight in zip(self.split(turns), self.split(ratios), shrunk, weights, strict=True)
+        ]
+        return results, torch.where(turns, self.values(norms) * ratios, values)
 
-    def shorten(self, gamma: Tensor, values: Tensor, size: float | Tensor) -> Tensor:
-        """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with the weight fixed.
-
-        ``values``: those of the weight, see :meth:`values`. ``size`` may also be one for each channel.
-        """
-        gamma, strength = gamma.double(), self.inner.strength
-        sizes = size.to(gamma).expand_as(gamma) if isinstance(size, Tensor) else torch.full_like(gamma, size)
+    def shorten(self, values: Tensor, size: float | Tensor) -> Tensor:
+        """Return the prox of the penalty on gamma, with the weights fixed, given their :meth:`values`."""
+        gamma, strength = torch.cat(self.gammas()).double(), self._strength()
         slopes = values * self.reciprocal_sigma()
-        if self.inner.power == 1:
-            length = (gamma.abs() - sizes * strength * slopes).clamp(min=0)
-        elif self._squares_filters:
-            length = gamma.abs() / (1 + 2 * sizes * strength * slopes.square())
+        if self._kind.inner.power == 1:
+            length = (gamma.abs() - size * strength * slopes).clamp(min=0)
+        elif self._kind.squares_filters:
+            length = gamma.abs() / (1 + 2 * size * strength * slopes.square())
         else:
-            roots = torch.where(sizes > 0, sizes.sqrt(), 1.0)
-            q = torch.where(sizes > 0, math.sqrt(strength) * roots * slopes, 0.0)
-            length = (gamma.abs() - roots * q * factor_of_norms(gamma.abs() / roots, q)).clamp(min=0)
+            size = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
+            roots = torch.where(size > 0, size.sqrt(), 1.0)
+            q = torch.where(size > 0, roots * slopes * strength**0.5, 0.0)
+            of_layers = zip(self.split(gamma.abs() / roots), self.split(q), strict=True)
+            factor = torch.cat([factor_of_norms(n, each).expand_as(each) for n, each in of_layers])
+            length = (gamma.abs() - roots * q * factor).clamp(min=0)
         return torch.where(length.isfinite(), torch.copysign(length, gamma), gamma)
 
-    @property
-    def _squares_filters(self) -> bool:
-        """Return whether each filter's sum is squared. In a metric, slopes at the former sum would miss the minimum."""
-        return self.inner.power == 2 and isinstance(self.inner, RingPenalty)
+    def _lengths(self, norms: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Return the Euclidean norm of each filter, given the norms of its groups."""
+        return norms[:, -1] if self._kind.inner.norm == "l2" else self.lengths(weights)
 
-    def _weights_on(self, device: torch.device) -> Tensor:
-        return self.filters.factors_on(device, self.inner.weighting)
+    def _padded(self, of_layers: Sequence[Tensor]) -> Tensor:
+        """Return numbers ``(filters, groups)`` of each layer as one tensor, with zeros where it has fewer groups."""
+        most = max(each.shape[1] for each in of_layers)
+        table = torch.cat(
+            [pad(each, (0, most - each.shape[1])) if each.shape[1] < most else each for each in of_layers]
+        )
+        return pad(table, (0, self._groups - most)) if most < self._groups else table
 
-    def _norms(self, weight: Tensor) -> Tensor:
-        return self.filters.norms(weight, self.inner.norm == "linf")
+    def _weights(self, device: torch.device, but_lengths: bool = False) -> Tensor:
+        """Return ``w_n`` of each group, ``(filters, groups)``.
 
-    def _without_length(self, weights: Tensor) -> Tensor:
-        """Return the groups' weights, without that of the whole filter's Euclidean norm, which no direction changes."""
-        if self.inner.norm == "linf":
-            return weights
-        return torch.cat([weights[:-1], torch.zeros_like(weights[-1:])])
+        ``but_lengths``: with 0 for the Euclidean norm of a whole filter, which no direction changes.
+        """
+        leaves_out = but_lengths and self._kind.inner.norm == "l2"
+        of_layers = []
+        for layer in self._layers:
+            weights = layer.filters.factors_on(device, layer.inner.weighting)
+            weights = weights[:-1] if leaves_out else weights
+            of_layers.append(weights.expand(layer.batch_norm.num_features, -1))
+        return self._padded(of_layers)
+
+    def _strength(self) -> float | Tensor:
+        return self.spread([layer.inner.strength for layer in self._layers])
 
     def _slopes(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Return the derivative of the penalty for each filter's ``Omega(k)``, given as ``values``: ``(C_out,)``."""
-        slopes = self.inner.strength * scales
-        if self.inner.power == 1:
+        """Return the derivative of the penalty for each filter's ``Omega(k)``, given as ``values``."""
+        slopes = self._strength() * scales
+        if self._kind.inner.power == 1:
             return slopes
         values = scales * values
-        return 2 * slopes * (values if self._squares_filters else values.sum())
-
-
-def lengths_of(weight: Tensor) -> Tensor:
-    """Return the Euclidean norm of each filter: float64 ``(C_out,)``."""
-    return torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+        if not self._kind.squares_filters:
+            values = torch.cat([each.sum().expand_as(each) for each in self.split(values)])
+        return 2 * slopes * values
 
 
 def column_of(numbers: Tensor, weight: Tensor) -> Tensor:

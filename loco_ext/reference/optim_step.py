@@ -80,12 +80,14 @@ def _denominators(
 
 def _corrections(roots: list[Tensor], steps: Sequence[Any], beta2s: Sequence[float]) -> list[Tensor]:
     """Return ``sqrt(1 - beta2^step)`` of each parameter in the dtype and on the device of its root."""
-    if all(isinstance(step, Tensor) and step.device == roots[0].device for step in steps):
-        kinds = {(beta2, root.dtype) for beta2, root in zip(beta2s, roots, strict=True)}
-        if len(kinds) == 1:  # one launch for all parameters
-            ((beta2, dtype),) = kinds
-            counted = torch.stack([step.reshape(()) for step in steps]).double()
-            return list(((1 - beta2**counted) ** 0.5).to(dtype).unbind())
+    kinds = {
+        (beta2, root.dtype, root.device, step.device if isinstance(step, Tensor) else None)
+        for beta2, root, step in zip(beta2s, roots, steps, strict=True)
+    }
+    if len(kinds) == 1 and isinstance(steps[0], Tensor):  # one launch for all parameters
+        ((beta2, dtype, device, _),) = kinds
+        counted = torch.stack([step.reshape(()) for step in steps]).double()
+        return list(((1 - beta2**counted) ** 0.5).to(dtype).to(device).unbind())
     counts = [step.double() if isinstance(step, Tensor) else step for step in steps]
     divisors = [(1 - beta2**count) ** 0.5 for beta2, count in zip(beta2s, counts, strict=True)]
     return [_cast(divisor, root) for divisor, root in zip(divisors, roots, strict=True)]

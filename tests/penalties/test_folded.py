@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import loco_ext
 from loco_ext import geometry, optim, sparsity
-from loco_ext.penalties.folded import FoldedFactors
+from loco_ext.penalties.folded import FoldedLayers
 from tests.covering import slow
 from tests.optim.stepping import CLASSES, set_gradients
 from tests.penalties.cases import make_norm
@@ -270,7 +271,7 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
         optimizer = getattr(optim, name)(groups, lr=0.05, weight_decay=0.1, **options)
         with loco_ext.backend(backend), monkeypatch.context() as context:
             if backend == "native":
-                context.delattr(FoldedFactors, "rotate")
+                context.delattr(FoldedLayers, "rotate")
             for step in range(2):
                 set_gradients([*own, *(norm.weight for norm in others)], step)
                 optimizer.step()
@@ -279,6 +280,55 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
         assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("inner", ["rings", "largest", "squared rings", "squared"])
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+def test_layers_step_together_as_each_does_alone(name, inner, options):
+    """They differ in shape, dtype, strength, learning rate and the norm's constants."""
+
+    def groups():
+        torch.manual_seed(0)
+        for i, shape in enumerate([(6, 2, 3, 3), (3, 4, 5, 5), (4, 1, 3, 1), (5, 2, 3)]):
+            dtype, norm = (torch.float64, torch.float32)[i % 2], make_norm(shape[0])
+            norm.eps = 0.1 * i
+            penalty = [sparsity.FoldedPenalty(replace(INNER[inner], strength=0.1 + 0.1 * (i // 2)), norm)]
+            weight = {
+                "params": [nn.Parameter(torch.randn(shape, dtype=dtype))],
+                "penalty": penalty,
+                "lr": 0.1 + 0.1 * i,
+            }
+            yield [weight, {"params": [norm.weight], "lr": 0.3 - 0.1 * (i // 2)}]
+
+    def step(layers):
+        optimizer = getattr(optim, name)(layers, **options)
+        for _ in range(2):
+            optimizer.step()
+        return [p.detach() for group in layers for p in group["params"]]
+
+    def with_gradients():
+        layers = list(groups())
+        set_gradients([p for layer in layers for group in layer for p in group["params"]], 0)
+        return layers
+
+    together = step([group for layer in with_gradients() for group in layer])
+    alone = [p for layer in with_gradients() for p in step(layer)]
+    for p, q in zip(together, alone, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_norm_of_two_convolutions_is_shrunk_by_both():
+    convs, norm = [nn.Conv2d(2, 3, 3, bias=False).double() for _ in range(2)], make_norm(3).double()
+    before = norm.weight.detach().clone()
+    penalty = sparsity.FoldedPenalty(KERNELS, norm)
+    optimizer = optim.SGD([{"params": [c.weight for c in convs], "penalty": [penalty] * 2}, {"params": [norm.weight]}])
+    for p in (*(conv.weight for conv in convs), norm.weight):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    lengths = sum(conv.weight.detach().flatten(1).norm(dim=1) for conv in convs)
+    expected = before.abs() - 1e-3 * KERNELS.strength * lengths / (norm.running_var + norm.eps).sqrt()
+    torch.testing.assert_close(norm.weight.detach(), torch.copysign(expected, before))
 
 
 @pytest.mark.parametrize("name", CLASSES)
