@@ -103,6 +103,11 @@ void negate(T* g, int64_t count) {
   for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
 }
 
+template <typename T>
+void add_product(T* g, int64_t count, T factor, const T* w) {
+  for (int64_t i = 0; i < count; ++i) g[i] += factor * w[i];
+}
+
 static void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
   const PhiloxKey k = key;
   uint32_t *LOCO_RESTRICT w0 = words[0], *LOCO_RESTRICT w1 = words[1];
@@ -119,8 +124,8 @@ static void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LO
   for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16_stochastic(from[i], random[i]);
 }
 
-const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate};
-const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate};
+const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate, add_product};
+const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate, add_product};
 const RandomKernels random_kernels = {random_words, store_stochastic};
 
 LOCO_KERNELS_END

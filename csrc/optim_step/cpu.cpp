@@ -155,7 +155,7 @@ class Shrinkage {
     const Size shrunk = measure(shrunk_.data());
     const double factor = size.length / shrunk.length;
     if (!(shrunk.length > 0) || !std::isfinite(factor)) return measure(w).sum;
-    for (size_t i = 0; i < shrunk_.size(); ++i) w[i] = static_cast<T>(shrunk_[i] * factor);
+    ring_prox::rows<T>().multiply(shrunk_.data(), static_cast<int64_t>(shrunk_.size()), static_cast<T>(factor), w);
     return shrunk.sum * factor;
   }
 
@@ -308,7 +308,7 @@ class Step {
     block.count = count;
     block.w = stage(t.w, 0);
     block.g = space ? gradient(t.g, begin, count, space->operands[1]) : stage(t.g, 1);
-    if (job.pull != 0) add_product(static_cast<T>(job.pull), block.w, count, space->operands[1]);
+    if (job.pull != 0) blocks<T>().add_product(space->operands[1], count, static_cast<T>(job.pull), block.w);
     for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], 2 + k);
     block.table = static_cast<const T*>(job.table);
     block.period = job.period;
@@ -335,11 +335,6 @@ class Step {
     }
     if (call_.options.maximize) blocks<T>().negate(block, count);
     return block;
-  }
-
-  template <typename T>
-  static void add_product(T factor, const T* w, int64_t count, T* sum) {
-    for (int64_t i = 0; i < count; ++i) sum[i] += factor * w[i];
   }
 
   // Writes the block's parameter and states back unless they are used in place.
