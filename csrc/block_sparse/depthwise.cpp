@@ -200,8 +200,8 @@ void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Return the next smaller number of samples that there are tiles for: one less for those that most channels are in,
-// which leaves none over; elsewhere also fewer, as each takes long to compile.
+// Return the next smaller number of samples that there are tiles for. Every number has one for whole vectors of float32
+// and half precision, in which most channels are. Elsewhere some numbers have none, as each takes long to compile.
 template <typename E, int vectors, bool whole>
 constexpr int fewer_samples(int samples) {
   const bool most_channels = whole && vectors == E::kVectors && !std::is_same_v<E, F64>;

@@ -153,9 +153,9 @@ class Shrinkage {
     }
     solver_.prox(w, metric, {plain, solves_square ? squared : nullptr}, false, shrunk_.data());
     const Size shrunk = measure(shrunk_.data());
-    const double factor = size.length / shrunk.length;
+    const T factor = static_cast<T>(size.length / shrunk.length);
     if (!(shrunk.length > 0) || !std::isfinite(factor)) return measure(w).sum;
-    ring_prox::rows<T>().multiply(shrunk_.data(), static_cast<int64_t>(shrunk_.size()), static_cast<T>(factor), w);
+    ring_prox::rows<T>().multiply(shrunk_.data(), static_cast<int64_t>(shrunk_.size()), factor, w);
     return shrunk.sum * factor;
   }
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from loco_ext import compiler
 from loco_ext.analysis.target_logits import check_classifier, gradients_of_targets, of_targets
 from loco_ext.argument_checks import check_count, is_int
 from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import check_images, constant, measuring
 
 
-@torch._disable_dynamo
+@compiler.disable
 def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines: Tensor, steps: int = 32) -> Tensor:
     """Return each input's contribution to the target's logit: gradients integrated from baselines to the images.
 
@@ -66,7 +67,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         return total / steps
 
 
-@torch._disable_dynamo
+@compiler.disable
 def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tensor, counts: Sequence[int]) -> Tensor:
     """Return how much of the target's probability is left once an image's most relevant pixels are gone.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from loco_ext import compiler
 from loco_ext.fx.modules import unwrapped
 from loco_ext.nn.computed import weight_of
 from loco_ext.regularizers.evaluation import device_of, measuring
@@ -81,7 +82,7 @@ def _of_module(model: nn.Module, example_inputs: Inputs | None) -> dict[str, Ten
     return {names[module]: weights[module] for module in modules}
 
 
-@torch._disable_dynamo
+@compiler.disable
 def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: Inputs) -> list[_ConvNd]:
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple) or not all(isinstance(entry, Tensor) for entry in inputs):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from loco_ext import compiler
 from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
 from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
@@ -19,7 +20,7 @@ METHODS = ("linear", "string", "outputs")
 STIFFNESS = 0.02
 
 
-@torch._disable_dynamo
+@compiler.disable
 @torch.inference_mode(False)  # models and paths can be trained, whatever mode they are made in
 def interpolate(
     first: nn.Module,

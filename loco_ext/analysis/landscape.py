@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_count, check_number, check_seed
 from loco_ext.fx.modules import unwrapped
 from loco_ext.optim.backward import ordinary_gradients
@@ -37,7 +38,7 @@ class TopEigenvalue(NamedTuple):
     iterations: int
 
 
-@torch._disable_dynamo
+@compiler.disable
 def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     """Return the norm of the loss gradient in all parameters that require one, over all of ``data`` at once.
 
@@ -72,7 +73,7 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
     return _norm(total)
 
 
-@torch._disable_dynamo
+@compiler.disable
 def top_hessian_eigenvalue(
     model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> TopEigenvalue:

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from loco_ext import compiler
 from loco_ext.analysis.target_logits import check_classifier, check_int64, gradients_of_targets, of_targets
 from loco_ext.argument_checks import check_count
 from loco_ext.fx.modules import unwrapped
 from loco_ext.regularizers.evaluation import constant, measuring
 
 
-@torch._disable_dynamo
+@compiler.disable
 def permutation_importance(
     model: nn.Module, x: Tensor, targets: Tensor, units: Tensor, *, draws: int = 2, seed: int = 0
 ) -> Tensor:
@@ -67,7 +68,7 @@ def permutation_importance(
     return found
 
 
-@torch._disable_dynamo
+@compiler.disable
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 

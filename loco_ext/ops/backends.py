@@ -6,18 +6,16 @@ import importlib
 import importlib.util
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
+from loco_ext.compiler import assume_constant_result
 from loco_ext.extras import install_command
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def _load(name: str) -> tuple[ModuleType | None, str | None]:
@@ -128,17 +126,9 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
     return None
 
 
-def _constant(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that torch.compile is to call instead of tracing it, as it ignores caches.
-
-    ``torch.compiler.assume_constant_result`` does the same and imports the compiler, which takes over a second.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
+# torch.compile traces neither of the following, and ignores the caches of functions.
 @cache
-@_constant
+@assume_constant_result
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -149,7 +139,7 @@ def forced() -> str | None:
 
 
 @cache
-@_constant
+@assume_constant_result
 def _lacks_code(device: torch.device) -> str | None:
     """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
     if cuda_library is None or (device.index is None and not torch.cuda.is_available()):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext import compiler
 from loco_ext.ops.step_args import ADAM
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
@@ -46,7 +47,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         >>> optimizer.step()
     """
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __init__(
         self,
         params: Any,
@@ -109,7 +110,7 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         >>> optimizer.step()
     """
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __init__(
         self,
         params: Any,

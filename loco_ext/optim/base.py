@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from loco_ext import compiler
 from loco_ext.ops.shrink import proxes_of
 from loco_ext.ops.step_args import Flags, Rule
 from loco_ext.optim.folded import folded_steps
@@ -86,7 +87,7 @@ class LocalityOptimizer(Optimizer):
         self._cache = None
         self._collected = []
 
-    @torch._disable_dynamo  # as torch.optim's method is
+    @compiler.disable  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
         super().add_param_group(param_group)
@@ -151,7 +152,7 @@ class LocalityOptimizer(Optimizer):
         # The step is one operator call, from which a compiler gains nothing; asking here is cheaper than a wrapper.
         return self._step_uncompiled(closure) if torch.compiler.is_compiling() else self._step(closure)
 
-    @torch._disable_dynamo
+    @compiler.disable
     def _step_uncompiled(self, closure: Callable[[], Any] | None) -> Any:
         return self._step(closure)
 
@@ -355,7 +356,7 @@ class LocalityOptimizer(Optimizer):
             group["penalty"] = to_plain(group["penalty"])
         return state
 
-    @torch._disable_dynamo
+    @compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of the torch.optim class of the same name.
 

@@ -7,14 +7,14 @@ pull that points outwards along the filter, which is smooth, joins the gradient 
 scale back at the minimum.
 
 Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do this to a filter while it is in
-the caches, and return the penalty of each filter, by which the norm's weight is then shrunk. Elsewhere, layers of one
-kind share torch's calls.
+the caches, and return ``Omega(k)`` of each filter, the sum of its norms, on which the shrinking of the norm's weight
+depends. Elsewhere, layers of one kind share torch's calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ from loco_ext.optim.options import Group, uses_torch
 from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedLayer, FoldedLayers, column_of
 from loco_ext.reference.dtypes import compute_dtype
+
+MOST_IN_A_BATCH = 2**22  # some buffers of the weights' size are held for all of a batch
 
 _ProxSize = tuple[Any, Tensor | None]
 
@@ -51,12 +53,7 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     entries = [_entry(group_of, weight, layer) for plan in plans for weight, layer in plan.folded]
-    kinds: dict[object, list[_Entry]] = {}
-    uses: Counter[int] = Counter()  # of each norm: if it follows several convolutions, each of them shrinks it
-    for entry in entries:
-        kinds.setdefault((entry.weight.device, entry.layer.kind, uses[id(entry.gamma)]), []).append(entry)
-        uses[id(entry.gamma)] += 1
-    steps = [_FoldedStep(optimizer, of_kind) for of_kind in kinds.values()]
+    steps = [_FoldedStep(optimizer, batch) for batch in _batches(entries)]
     gradients = [(entry.weight, entry.weight.grad) for entry in entries]
     found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
     try:
@@ -64,11 +61,13 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
             step.begin(scale)
         yield _with_penalties(plans, {id(entry.weight): entry.in_kernels for entry in entries})
     finally:
-        for weight, grad in gradients:
-            if grad is not weight.grad and grad is not None:
-                weight.grad = grad
-                if scale is not None:  # the fused step divides gradients by their scale, in memory too
-                    grad.copy_(_unless(found_inf, grad / scale.to(grad), grad))
+        changed = [(weight, grad) for weight, grad in gradients if grad is not weight.grad]
+        for weight, grad in changed:
+            weight.grad = grad
+    if scale is not None:  # the fused step divides gradients by their scale, in memory too
+        for _, grad in changed:
+            assert grad is not None
+            grad.copy_(_unless(found_inf, grad / scale.to(grad), grad))
     for step in steps:
         step.end(found_inf)
 
@@ -132,8 +131,24 @@ def _entry(group_of: dict[int, Group], weight: Tensor, layer: FoldedLayer) -> _E
     return _Entry(weight, layer, group_of[id(weight)], group_of[id(gamma)])
 
 
+def _batches(entries: Sequence[_Entry]) -> Iterable[list[_Entry]]:
+    """Divide entries into batches of one kind and device, with about MOST_IN_A_BATCH elements of weights at most.
+
+    A norm that follows several convolutions is in several batches, each of which shrinks it.
+    """
+    batches: dict[object, list[_Entry]] = {}
+    uses: Counter[int] = Counter()
+    elements = 0
+    for entry in entries:
+        key = entry.weight.device, entry.layer.kind, uses[id(entry.gamma)], elements // MOST_IN_A_BATCH
+        batches.setdefault(key, []).append(entry)
+        uses[id(entry.gamma)] += 1
+        elements += entry.weight.numel()
+    return batches.values()
+
+
 class _FoldedStep:
-    """One step of the layers of one kind on one device."""
+    """One step of a batch of layers, of one kind and on one device."""
 
     def __init__(self, optimizer: _Optimizer, entries: list[_Entry]) -> None:
         self.optimizer, self.entries = optimizer, entries
@@ -184,7 +199,7 @@ class _FoldedStep:
             self._shorten(shortened, values, found_inf)
 
     def _rotate(self, found_inf: Tensor | None) -> Tensor:
-        """Shrink the filters' directions; return the penalty of each filter as :meth:`FoldedLayers.values` does."""
+        """Shrink the filters' directions; return their :meth:`FoldedLayers.values`."""
         params = [entry.weight for entry in self.turned]
         wide = [param.detach().to(compute_dtype(param.dtype)) for param in params]
         prox_sizes = self.optimizer._prox_sizes([entry.group for entry in self.turned], params)
@@ -199,7 +214,7 @@ class _FoldedStep:
         return values
 
     def _shorten(self, entries: list[_Entry], values: dict[int, Tensor], found_inf: Tensor | None) -> None:
-        """Shrink the norms' weights, given the penalties of the filters of those entries where they are known."""
+        """Shrink the norms' weights, given :meth:`FoldedLayers.values` by the ids of entries where they are known."""
         if others := [entry for entry in entries if id(entry) not in values]:
             layers = FoldedLayers([entry.layer for entry in others])
             found = layers.values(layers.norms([entry.weight.detach() for entry in others]))

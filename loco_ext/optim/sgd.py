@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext import compiler
 from loco_ext.ops import step_args
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
@@ -55,7 +56,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         >>> optimizer.step()
     """
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __init__(
         self,
         params: Any,

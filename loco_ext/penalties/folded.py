@@ -19,6 +19,7 @@ from loco_ext.penalties.base import Penalty
 from loco_ext.penalties.filters import Filters
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
 from loco_ext.penalties.penalty_checks import check_convolution
+from loco_ext.reference.dtypes import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -312,11 +313,11 @@ class FoldedLayers:
         shrunk = run_proxes(calls)
         norms = self.norms(shrunk)
         ratios = lengths / self._lengths(norms, shrunk)
-        turns = shrinks & ratios.isfinite()
-        results = [
-            torch.where(column_of(turned, weight), each * column_of(ratio.to(weight.dtype), weight), weight)
-            for turned, ratio, each, weight in zip(self.split(turns), self.split(ratios), shrunk, weights, strict=True)
-        ]
+        turns = shrinks & (ratios <= torch.finfo(torch.float32).max)  # finite in the weights' dtypes, too
+        results = []
+        for turned, ratio, each, weight in zip(self.split(turns), self.split(ratios), shrunk, weights, strict=True):
+            rescaled = each * column_of(ratio.to(compute_dtype(weight.dtype)), weight)
+            results.append(torch.where(column_of(turned, weight), rescaled.to(weight.dtype), weight))
         return results, torch.where(turns, self.values(norms) * ratios, values)
 
     def shorten(self, values: Tensor, size: float | Tensor) -> Tensor:
@@ -328,7 +329,7 @@ class FoldedLayers:
         elif self._kind.squares_filters:
             length = gamma.abs() / (1 + 2 * size * strength * slopes.square())
         else:
-            size = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
+            size = size.expand_as(gamma) if isinstance(size, Tensor) else torch.full_like(gamma, size)
             roots = torch.where(size > 0, size.sqrt(), 1.0)
             q = torch.where(size > 0, roots * slopes * strength**0.5, 0.0)
             of_layers = zip(self.split(gamma.abs() / roots), self.split(q), strict=True)

@@ -63,7 +63,8 @@ def ring_prox(
         upper = twice_the_penalty(u)
         factor = torch.where(upper.isinf(), 0.0, _root(balance, upper))  # infinite weights stay
     x = solve(factor).view(weight.shape).to(weight.dtype)
-    return torch.empty_like(weight).copy_(x)
+    out = torch.empty_like(weight)
+    return x if x.stride() == out.stride() else out.copy_(x)
 
 
 def power_of_two(sizes: Tensor) -> Tensor:

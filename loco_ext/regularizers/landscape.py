@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from loco_ext import ops
+from loco_ext import compiler, ops
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, check_tensor, is_int
 from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
@@ -19,7 +19,7 @@ from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, inpu
 Images = Tensor | Iterable[Tensor | tuple[Tensor, ...]]
 
 
-@torch._disable_dynamo
+@compiler.disable
 def importance_landscape(
     model: nn.Module, x: Images, *, expectation: str = "sampled", chunk_size: int | None = None, seed: int = 0
 ) -> Tensor:

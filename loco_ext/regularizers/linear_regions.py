@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_count, check_module, check_tensor
 from loco_ext.regularizers.frozen import Frozen, FrozenNetwork
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
@@ -56,7 +57,7 @@ def region_radius(
     """Return the radii and the units whose boundaries are nearest."""
 
 
-@torch._disable_dynamo
+@compiler.disable
 def region_radius(
     model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT
 ) -> Tensor | tuple[Tensor, list[Unit | None]]:
@@ -178,7 +179,7 @@ def dual_exponent(p: Any) -> float:
     return math.inf if p == 1 else 1.0 if p == math.inf else p / (p - 1)
 
 
-@torch._disable_dynamo
+@compiler.disable
 def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
     """Return in how many different linear regions the samples are.
 

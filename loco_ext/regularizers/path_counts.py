@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_ints, check_module
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import operation
@@ -31,7 +32,7 @@ _VIEWS = ("flatten", "unflatten", "view", "permute", "transpose", "squeeze", "un
 _UNCHANGED_BY = (*_VIEWS, "relu", "cat", "size")
 
 
-@torch._disable_dynamo
+@compiler.disable
 def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """Return the number of paths from an output to each input, on average over the outputs.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext import ops
+from loco_ext import compiler, ops
 from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed, check_tensor
 from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, check_target
@@ -126,7 +126,7 @@ class PILCRO:
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss of this step, a scalar; zero between applications."""
         parameters = trained_parameters(model)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_count, check_number
 from loco_ext.regularizers.evaluation import constant
 from loco_ext.regularizers.frozen import Frozen
@@ -79,7 +80,7 @@ class ROLL:
         self.generator = generator
         self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``.
 
@@ -194,7 +195,7 @@ class MarginLoss:
         self.p = float(p)
         self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
-    @torch._disable_dynamo
+    @compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``; arguments and errors are those of :class:`ROLL`."""
         with torch.inference_mode(False):  # the loss takes gradients itself, whatever the caller has set

@@ -11,6 +11,7 @@ from torch import nn
 
 import loco_ext
 from loco_ext import geometry, optim, sparsity
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.penalties.folded import FoldedLayers
 from tests.covering import slow
 from tests.optim.stepping import CLASSES, set_gradients
@@ -22,6 +23,7 @@ INNER = {
     "rings": RINGS,
     "full rings": sparsity.RingPenalty(0.3, kind="full", weighting="normalized"),
     "largest": sparsity.KernelPenalty(0.1, norm="linf"),
+    "largest in rings": sparsity.RingPenalty(0.05, norm="linf"),
     "squared rings": sparsity.RingPenalty(0.05, power=2),
     "kernels": KERNELS,
     "squared": sparsity.KernelPenalty(0.05, power=2),
@@ -175,10 +177,20 @@ def test_the_prox_keeps_the_norm_of_kernels_and_goes_down_the_gradient(name):
 def test_a_zero_or_a_variance_that_is_no_number_leaves_the_kernel_alone():
     conv, norm = make_layers()
     norm.weight.data[1], norm.running_var[2], norm.weight.data[3] = 0, torch.nan, torch.nan
+    conv.weight.data[4, 0, 0, 0] = torch.nan
     weight, gamma = sparsity.FoldedPenalty(RINGS, norm).prox(conv.weight, 5.0)
-    assert same_bits(weight[1:4], conv.weight.detach()[1:4])
-    assert same_bits(gamma[1:4], norm.weight.detach()[1:4])
+    assert same_bits(weight[1:5], conv.weight.detach()[1:5])
+    assert same_bits(gamma[1:5], norm.weight.detach()[1:5])
     assert not torch.equal(weight[0], conv.weight[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_core_that_cannot_take_the_filters_length_leaves_it_alone(dtype):
+    conv, norm = nn.Conv1d(1, 1, 3, bias=False), make_norm(1)
+    core = 1e-40 if dtype == torch.float32 else 1e-6
+    conv.weight.data = torch.tensor([[[100.0, core, 100.0]]]).to(dtype)
+    weight, _ = sparsity.FoldedPenalty(sparsity.RingPenalty(1.0), norm).prox(conv.weight, 1e9)
+    assert weight.isfinite().all()
 
 
 # ---- steps
@@ -216,7 +228,8 @@ def test_a_step_is_torchs_and_then_the_prox_of_both_factors(name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_groups_and_paths_of_all_kinds_agree(name):
     results = []
-    ways = ({"foreach": True}, {"fused": False}, {"maximize": True}, {"scale": 8.0}, {"backend": "reference"})
+    ways = [{"foreach": True}, {"fused": False}, {"maximize": True}, {"scale": 8.0}, {"backend": "reference"}]
+    ways += [{"maximize": True, "backend": "reference"}, {"scale": 8.0, "backend": "reference"}]
     for options in ({}, *ways):
         conv, norm = make_layers()
         scale, backend = options.pop("scale", None), options.pop("backend", "native")
@@ -283,23 +296,27 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("inner", ["rings", "largest", "squared rings", "squared"])
+@pytest.mark.parametrize(
+    "inner", [["rings"], ["largest in rings"], ["squared rings"], ["squared"], list(INNER)], ids=len
+)
 @pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
 def test_layers_step_together_as_each_does_alone(name, inner, options):
-    """They differ in shape, dtype, strength, learning rate and the norm's constants."""
+    """They differ in shape, dtype, strength, learning rate, Adam's betas, the norm's constant and perhaps penalty."""
 
     def groups():
         torch.manual_seed(0)
-        for i, shape in enumerate([(6, 2, 3, 3), (3, 4, 5, 5), (4, 1, 3, 1), (5, 2, 3)]):
-            dtype, norm = (torch.float64, torch.float32)[i % 2], make_norm(shape[0])
+        for i, shape in enumerate([(6, 2, 3, 3), (3, 4, 5, 5), (4, 1, 3, 1), (5, 2, 3)] * (1 + (len(inner) > 1))):
+            dtype, norm = (torch.float64, torch.float32)[len(inner) > 1 and i % 2], make_norm(shape[0])
             norm.eps = 0.1 * i
-            penalty = [sparsity.FoldedPenalty(replace(INNER[inner], strength=0.1 + 0.1 * (i // 2)), norm)]
+            kind = INNER[inner[i % len(inner)]]
+            penalty = [sparsity.FoldedPenalty(replace(kind, strength=0.1 + 0.1 * (i // 2)), norm)]
             weight = {
                 "params": [nn.Parameter(torch.randn(shape, dtype=dtype))],
                 "penalty": penalty,
                 "lr": 0.1 + 0.1 * i,
             }
-            yield [weight, {"params": [norm.weight], "lr": 0.3 - 0.1 * (i // 2)}]
+            weight |= {} if name == "SGD" else {"betas": (0.9, 0.9 + 0.01 * i)}
+            yield [weight, {"params": [norm.weight], "lr": 0.5 - 0.1 * (i // 2)}]
 
     def step(layers):
         optimizer = getattr(optim, name)(layers, **options)
@@ -348,9 +365,10 @@ def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name, options):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name):
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name, options):
     conv, norm = make_layers()
-    optimizer = make_optimizer(name, conv, norm)
+    optimizer = make_optimizer(name, conv, norm, **options)
     kept = conv.weight.detach().clone(), norm.weight.detach().clone()
     set_gradients([conv.weight, *norm.parameters()], 0)
     optimizer.found_inf = torch.ones(())
@@ -370,6 +388,24 @@ def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skippe
     optimizer.step()
     assert same_bits(conv.weight.detach(), before)
     assert (norm.weight != kept[1]).all()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("inner", ["rings", "largest"])
+def test_a_step_that_a_gpu_skips_changes_nothing(name, inner, monkeypatch):
+    """There, the host does not read found_inf, and all of the step runs."""
+    monkeypatch.setattr(LocalityOptimizer, "_step", lambda self, closure: self._step_groups())
+    conv, norm = make_layers()
+    parameters = [conv.weight, *norm.parameters()]
+    optimizer = make_optimizer(name, conv, norm, INNER[inner])
+    for found_inf in (0.0, 1.0):
+        kept = [p.detach().clone() for p in parameters]
+        set_gradients(parameters, 0)
+        conv.weight.grad *= torch.inf if found_inf else 1.0
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(found_inf)
+        with torch.no_grad():
+            optimizer.step()
+        assert all(same_bits(p.detach(), q) for p, q in zip(parameters, kept, strict=True)) == (found_inf == 1)
 
 
 @pytest.mark.parametrize(

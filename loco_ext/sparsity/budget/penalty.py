@@ -155,9 +155,8 @@ def _replace(layer: PrunableLayer, filters: Tensor) -> None:
     lengths = _lengths(filters)
     scale.copy_(torch.copysign(lengths, scale.detach()))
     if len(layer.taps) > 2:
-        factors = _lengths(weight) / lengths
-        stays = ~factors.isfinite()
-        weight.mul_(column_of(stays, weight)).addcmul_(filters, column_of(factors.masked_fill(stays, 0.0), weight))
+        factors = column_of(_lengths(weight) / lengths, weight)
+        weight.copy_(torch.where(factors.isfinite(), filters * factors, weight))
 
 
 def _sizes(layer: PrunableLayer, filters: Tensor) -> Integers:
