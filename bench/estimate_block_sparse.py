@@ -35,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from loco_ext.triton_kernels.sizes import cdiv
+from loco_ext.triton_kernels.launch import cdiv
 
 from bench import ahead_of_time, harness, machine, tables
 from bench.ahead_of_time import Driver, Warmed

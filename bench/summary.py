@@ -68,7 +68,7 @@ def section(results: Path) -> str:
     """Return the Markdown of the table."""
     rows = [row for figure in FIGURES for row in rows_of(figure, results)]
     title = (
-        "Milliseconds (medians), measured by turns in one process; on CPUs in float32 and one thread, "
+        "Milliseconds (medians), interleaved in one process; on CPUs in float32 and one thread, "
         "on GPUs their own time, caches cold"
     )
     table = Table(title, ["what", "ms", "beside", "ms of that", "measured on"], rows)

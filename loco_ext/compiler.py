@@ -1,4 +1,4 @@
-"""What ``torch.compiler`` offers, without the import of torch's compiler, which takes longer than that of loco_ext."""
+"""Parts of torch.compiler that do not import torch's compiler, whose import takes longer than that of loco_ext."""
 
 from __future__ import annotations
 

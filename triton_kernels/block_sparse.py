@@ -9,7 +9,6 @@ float32 is multiplied in IEEE precision, or in TF32 where convolutions are, whos
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -23,7 +22,7 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
     values_kernel,
 )
 from loco_ext.triton_kernels.block_sparse_transpose import tile_of, transpose_kernel
-from loco_ext.triton_kernels.sizes import cdiv
+from loco_ext.triton_kernels.launch import cdiv, on_device
 from torch import Tensor
 
 # Bytes of shared memory assumed without a GPU: for the interpreter, and for tests that compile for other machines.
@@ -69,7 +68,7 @@ def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     row_unit, column_unit = tiles.unit_of(rows, x.stride(0), x.stride(2)), tiles.unit_of(columns)
     height, width = tile_of(rows, columns)
     sizes = rows // row_unit, columns // column_unit, x.stride(0) // row_unit, x.stride(2) // row_unit
-    with _device(x):
+    with on_device(x.device):
         kernel = transpose_kernel[(batch * cdiv(rows, height) * cdiv(columns, width),)]
         kernel(x, y, *sizes, row_unit, column_unit, height, width)
     return y
@@ -98,7 +97,7 @@ def _value_gradient(
         kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
         programs = rows * groups * plan.form.slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
     strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
-    with _device(x):
+    with on_device(x.device):
         kernel[(programs,)](x, grad, crow_indices, col_indices, values, *sizes, *strides, **plan.options())
     return values
 
@@ -129,7 +128,7 @@ def _product(
         kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
         programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
     strides = _strides(x, units[0])
-    with _device(x):
+    with on_device(x.device):
         kernel[(programs,)](x, values, crow, pixels, blocks, bias, y, *sizes, *strides, **plan.options())
     return y
 
@@ -158,7 +157,3 @@ def _gpu(device: torch.device) -> tiles.GpuLimits:
     capability = properties.major, properties.minor
     fences = tiles.puts_fences(triton.__version__, capability)
     return tiles.GpuLimits(properties.shared_memory_per_block_optin, fences, multiprocessors, properties.major)
-
-
-def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

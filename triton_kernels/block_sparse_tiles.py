@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from loco_ext.triton_kernels.block_sparse_kernels import BlockSparseForm
-from loco_ext.triton_kernels.sizes import cdiv, next_power_of_2
+from loco_ext.triton_kernels.launch import cdiv, next_power_of_2
 
 LEAST = 16  # smallest size of a tile of tl.dot along each axis
 UNIT = 16  # largest unit, in elements

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import triton
 import triton.language as tl
-from loco_ext.triton_kernels.sizes import next_power_of_2
+from loco_ext.triton_kernels.launch import next_power_of_2
 
 ELEMENTS, SIDE = 4096, 64  # of a tile, and along each of its sides unless the other one has fewer
 

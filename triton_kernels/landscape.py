@@ -13,12 +13,10 @@ results are the same in every run. The host waits for nothing.
 # mypy: disallow-incomplete-defs=False
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
-from loco_ext.triton_kernels.sizes import cdiv, next_power_of_2
+from loco_ext.triton_kernels.launch import cdiv, next_power_of_2, on_device
 from torch import Tensor
 
 BLOCK = 64  # pixels of a program of the sums; with ROWS, what it reads at a time
@@ -255,7 +253,7 @@ def landscape(
     loss = torch.empty((), dtype=dtype, device=g.device)
     scratch = torch.empty((4, height, width), dtype=torch.float64, device=g.device)
     size = squares.numel()
-    with _device(g.device):
+    with on_device(g.device):
         sums_kernel[(cdiv(size, BLOCK),)](
             g, weights, squares, samples, width, height * width, size, g.stride(), BLOCK=BLOCK, ROWS=ROWS
         )
@@ -271,12 +269,8 @@ def landscape_backward(g: Tensor, weights: Tensor, slope: Tensor, grad: Tensor) 
     u, by_weights = torch.empty(g.shape, dtype=g.dtype, device=g.device), torch.empty_like(weights)
     size, pixels = slope.numel(), slope[0].numel()
     if len(g):
-        with _device(g.device):
+        with on_device(g.device):
             sizes = g.shape[3], pixels, size, g.stride()
             block = min(next_power_of_2(size), MOST_PIXELS)
             backward_kernel[(len(g),)](g, weights, slope.contiguous(), grad, u, by_weights, *sizes, BLOCK=block)
     return u, by_weights
-
-
-def _device(device: torch.device) -> torch.cuda.device | nullcontext[None]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

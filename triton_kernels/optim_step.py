@@ -11,12 +11,12 @@ prox after the step.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from loco_ext.triton_kernels.launch import on_device
 from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, SCALARS, StepForm, prepare_kernel, step_kernel
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
@@ -64,7 +64,7 @@ def optim_step(args: StepArgs) -> CachedStep:
     Raises:
         RuntimeError: the step cannot be made; nothing is written then.
     """
-    with _device(args.params[0]):
+    with on_device(args.params[0].device):
         cached = describe(args)
         _run(cached, args)
     return cached
@@ -77,7 +77,7 @@ def optim_step_again(cached: CachedStep, args: StepArgs, check: bool = False) ->
     if not again(cached.step, args.grads, args.hyper, *scalars, check):
         return False
     if not check:
-        with _device(args.params[0]):
+        with on_device(args.params[0].device):
             _run(cached, args)
     return True
 
@@ -143,7 +143,3 @@ def launch(table: StepTable, args: StepArgs, scalars: Tensor | None) -> None:
 def _signed(word: int) -> int:
     """Return the low 32 bits as a signed number, so that the kernel's argument always has one type."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
-
-
-def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from loco_ext.triton_kernels.conversions import load, store
+from loco_ext.triton_kernels.load_store import load, store
 
 from loco_ext.ops import backends
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -18,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from loco_ext.triton_kernels.launch import next_power_of_2, on_device
 from loco_ext.triton_kernels.ring_prox_kernels import norms_kernel, prox_kernel
 from loco_ext.triton_kernels.ring_prox_weights import COLUMNS, WeightForm
-from loco_ext.triton_kernels.sizes import next_power_of_2
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
@@ -53,7 +52,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     norms = torch.empty((weight.shape[0], count), dtype=dtype, device=weight.device)
     weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
-    with _device(weight.device):
+    with on_device(weight.device):
         _launch(norms_kernel, [_layer([weight, norms], rings, count)])
     return norms
 
@@ -79,7 +78,7 @@ def ring_prox(
 def ring_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
     """Return :func:`ring_prox` of each call, all on one device."""
     outs = [torch.empty_like(call.weight) for call in calls]
-    with _device(outs[0].device):
+    with on_device(outs[0].device):
         layers = [_prox_layer(call, out) for call, out in zip(calls, outs, strict=True)]
         _launch(prox_kernel, layers)
     return outs
@@ -90,7 +89,7 @@ def _prox_layer(call: ProxCall, out: Tensor) -> _Layer:
     if call.metric is not None:
         metric = call.metric.resolve_neg()
         if metric.dtype == torch.float64:
-            metric, t, q = _near_one(metric, *_on_device(out.device, t, q))
+            metric, t, q = _near_one(metric, *_thresholds_on(out.device, t, q))
         operands.append(metric)
     return _layer(operands, call.rings, t.shape[-1], t, q, call.linf)
 
@@ -111,7 +110,7 @@ def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tens
     )
 
 
-def _on_device(device: torch.device, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _thresholds_on(device: torch.device, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return thresholds in the device's memory."""
     if t.device == device:
         return t, q
@@ -232,7 +231,3 @@ def _table(launches: Sequence[Sequence[_Layer]]) -> np.ndarray:
                 row += [operand.data_ptr(), operand.stride(0), operand.stride(1)]
             rows.append(row + [0] * (COLUMNS.value - len(row)))
     return np.concatenate([np.asarray(rows, dtype=np.int64).ravel(), *parts])
-
-
-def _device(device: torch.device) -> torch.cuda.device | nullcontext[None]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

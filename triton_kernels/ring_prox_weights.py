@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from loco_ext.triton_kernels.conversions import load, store
+from loco_ext.triton_kernels.load_store import load, store
 
 INFINITY = tl.constexpr(float("inf"))
 

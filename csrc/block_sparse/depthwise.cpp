@@ -39,11 +39,11 @@ LOCO_HD void depthwise_start(const Product& call, int64_t row, int64_t channel, 
 }
 
 // The pixels in [begin, end), or none.
-struct Span {
+struct PixelRange {
   int64_t begin = INT64_MAX, end = 0;
 
   LOCO_HD int64_t length() const { return end > begin ? end - begin : 0; }
-  LOCO_HD void join(Span other) {
+  LOCO_HD void join(PixelRange other) {
     begin = least(begin, other.begin);
     end = most(end, other.end);
   }
@@ -61,7 +61,7 @@ class DepthwiseSpans {
     int64_t widest = 0;
     bool ordered = true;
     for (int64_t row = 0; row < call.rows; ++row) {
-      const Span span = of(row);
+      const PixelRange span = of(row);
       all_.join(span);
       widest = most(widest, span.length());
       for (int64_t entry = call.first[row] + 1; entry < call.first[row + 1]; ++entry) {
@@ -74,11 +74,11 @@ class DepthwiseSpans {
     if (pays || unit_ > 1) size_ = pieces(widest + unit_ - 1, unit_) * unit_;
   }
 
-  Span of(int64_t row) const {
+  PixelRange of(int64_t row) const {
     const int64_t begin = call_.first[row], end = call_.first[row + 1];
     if (begin == end) return {};
     if (ordered_) return {call_.source[begin], call_.source[end - 1] + 1};
-    Span span;
+    PixelRange span;
     for (int64_t entry = begin; entry < end; ++entry) span.join({call_.source[entry], call_.source[entry] + 1});
     return span;
   }
@@ -93,7 +93,7 @@ class DepthwiseSpans {
  private:
   const Product& call_;
   const int64_t unit_;
-  Span all_;
+  PixelRange all_;
   bool ordered_ = false;  // whether the entries of each row ascend
   int64_t size_ = 0;
 };
@@ -180,8 +180,8 @@ void depthwise_transpose(const Product& call, const Window<E>& window, int64_t p
 
 // Copy the pixels of `span` that are missing in a ring, which has those of `cached`.
 template <typename E, int vectors, bool whole>
-void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
-                    Span& cached) {
+void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, PixelRange span,
+                    PixelRange& cached) {
   constexpr int kChannels = vectors * E::Arithmetic::kWidth;
   const int64_t unit = spans.unit();
   // The first pixel that leaves room for the last: later rows may read further back than this one.
@@ -214,9 +214,9 @@ void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, Window<
   const int64_t left = window.samples - samples;
   if (left >= 0) {
     window.samples = samples;
-    Span cached{0, 0};
+    PixelRange cached{0, 0};
     for (int64_t at = row; at < last; ++at) {
-      const Span span = spans.of(at);
+      const PixelRange span = spans.of(at);
       if (copied && span.length() > 0) {
         depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
       }

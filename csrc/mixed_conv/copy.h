@@ -3,10 +3,10 @@
 //   to[channel, row, column % stride, column / stride, image]
 //       = from[first_image + image, channel, first_row * stride + row - top, column - left]
 //
-// with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Transpose)
-// are contiguous. to has the strides of BandLayout (band.h). One thread copies a band, row by row: for each residue of
-// the column stride, vectors of four elements are loaded and transposed where images or channels have to be
-// interleaved.
+// with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels
+// (TransposeRows) are contiguous. to has the strides of BandLayout (band.h). One thread copies a band, row by row: for
+// each residue of the column stride, vectors of four elements are loaded and transposed where images or channels have
+// to be interleaved.
 #pragma once
 
 #include <cstring>
@@ -69,10 +69,10 @@ LOCO_HD void copy_side_by_side(const T* from, int64_t count, T* to) {
 
 // The columns of the images that are copied, for one residue of the stride: column shift + place * step goes to
 // `place`, for places first .. past - 1. The other places are zero.
-struct Span {
+struct ColumnMap {
   int64_t step, shift, first, past;
 
-  LOCO_HD Span(const Convolution& call, const BandLayout& layout, int64_t residue)
+  LOCO_HD ColumnMap(const Convolution& call, const BandLayout& layout, int64_t residue)
       : step(call.stride[1]), shift(residue - layout.left) {
     first = std::min(layout.width, shift >= 0 ? 0 : (-shift + step - 1) / step);
     past = std::clamp((call.from.width - shift + step - 1) / step, first, layout.width);
@@ -83,7 +83,7 @@ struct Span {
 template <typename L>
 struct Weave {
   using T = typename L::Word;
-  const Span& span;
+  const ColumnMap& span;
   int64_t images, present, batch_stride;
 
   void row(const T* from, T* to) const {
@@ -114,9 +114,9 @@ struct Weave {
 
 // Copies rows of images in which channels are contiguous, to the same layout as Weave.
 template <typename L>
-struct Transpose {
+struct TransposeRows {
   using T = typename L::Word;
-  const Span& span;
+  const ColumnMap& span;
   int64_t images, present, batch_stride, column_stride, channels, plane;
 
   void row(const T* from, T* to) const {
@@ -193,9 +193,9 @@ void copy_band(const Convolution& call, const BandLayout& layout, int64_t first_
   const T* from = static_cast<const T*>(images.data) + first_image * images.batch_stride + top * images.row_stride;
   const Residues rows(call, layout, 0), columns(call, layout, 1);
   for (int64_t residue = 0; residue < call.stride[1]; ++residue, to += layout.residue) {
-    const Span span(call, layout, residue);
+    const ColumnMap span(call, layout, residue);
     const Weave<L> weave{span, layout.images, present, images.batch_stride};
-    const Transpose<L> transposed{
+    const TransposeRows<L> transposed{
         span, layout.images, present, images.batch_stride, images.column_stride, images.channels, layout.plane};
     if (!columns.has(residue)) continue;
     if (images.by_pixel()) {

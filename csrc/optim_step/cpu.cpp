@@ -113,7 +113,7 @@ class Shrinkage {
   // or a metric. The penalty is a function of Omega(k) / ||k||: the prox is that of Omega, and 1 / ||k|| pulls
   // outwards.
   double pull(const T* w, int64_t j) {
-    if (!scales_ || !Rule::has_metric || !turns()) return 0;
+    if (!scales_ || !Rule::has_metric || !rotates()) return 0;
     const Size size = measure(w);
     before_ = size.length;
     const double of_rings = squares() ? size.sum : size.sum - thresholds_.back() * size.length;
@@ -124,7 +124,7 @@ class Shrinkage {
   // Shrinks filter j, which has been updated. metric: null if the rule has none.
   void apply(T* w, const T* metric, int64_t j) {
     if (!scales_) return solver_.prox(w, metric, {plain_, squares() ? squared_ : nullptr}, false, w);
-    scales_[filters_ + j] = turns() && scales_[j] > 0 && step_ > 0 ? rotate(w, metric, scales_[j]) : measure(w).sum;
+    scales_[filters_ + j] = rotates() && scales_[j] > 0 && step_ > 0 ? rotate(w, metric, scales_[j]) : measure(w).sum;
   }
 
  private:
@@ -133,7 +133,7 @@ class Shrinkage {
   };
 
   bool squares() const { return !penalty_.squared.empty(); }
-  bool turns() const { return penalty_.rings() > 1; }
+  bool rotates() const { return penalty_.rings() > 1; }
 
   // Returns the derivative of a filter's penalty for its Omega(k), given as `sum`.
   double slope(double scale, double sum) const { return squares() ? 2 * scale * scale * sum : scale; }

@@ -57,14 +57,14 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     const Prox& prox = prox_of();
     const Rings rings = q.rings(prox);
     const Task<Rule, T> task(p, chunk.entry, begin_of(rings));
-    const Ordered<T, on_chip> kernel = ordered(rings);
+    const Ordered<T, on_chip> weights = ordered(rings);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
-    ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch, memory);
+    ring_prox::Sums<T, Ordered<T, on_chip>> sums(weights, rings.count, scratch, memory);
     solver.solve(sums, thresholds, ring_prox::OwnFactor{thresholds});
     write_filter(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
-      return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());
+      return solver.shrunk(weights.weight(i), weights.metric(i), walk.ring());
     });
   }
 }

@@ -13,11 +13,11 @@
 
 namespace loco::optim_step {
 
+using ring_prox::AlignedSpan;
 using ring_prox::kMaxRings;
 using ring_prox::kMostThreads;
 using ring_prox::Ordered;
 using ring_prox::Rings;
-using ring_prox::Span;
 using ring_prox::Walk;
 
 constexpr int kProxBlocks = 2;  // least number of blocks per multiprocessor
@@ -49,15 +49,15 @@ struct ProxParameters {
 
 // Returns how the filter's elements divide into vectors of 16 bytes and single elements. vectors: whether all operands
 // can be accessed in vectors.
-LOCO_DEVICE Span span_of(const Entry& entry, int64_t begin, uint32_t count, bool vectors) {
-  if (!vectors) return Span(count);
+LOCO_DEVICE AlignedSpan span_of(const Entry& entry, int64_t begin, uint32_t count, bool vectors) {
+  if (!vectors) return AlignedSpan(count);
   const uint32_t size = static_cast<uint32_t>(element_size(entry.w_dtype));
-  return Span(static_cast<const char*>(entry.w) + begin * size, count, size);
+  return AlignedSpan(static_cast<const char*>(entry.w) + begin * size, count, size);
 }
 
 // Updates the elements of the span's vectors and puts them in ring order; each thread takes 16 bytes at a time.
 template <class Types, bool stochastic, class Rule, typename T, bool on_chip>
-LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
+LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const AlignedSpan& span,
                                 const Ordered<T, on_chip>& filter) {
   constexpr int taken = Types::template taken<stochastic>;
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) {
@@ -72,7 +72,7 @@ LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle
 }
 
 template <class Types, class Rule, typename T, bool on_chip>
-LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
+LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const AlignedSpan& span,
                                      const Ordered<T, on_chip>& filter) {
   if (task.stochastic()) return update_vectors<Types, true>(task, cycle, span, filter);
   update_vectors<Types, false>(task, cycle, span, filter);
@@ -83,7 +83,7 @@ LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& 
 template <class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_filter(const Task<Rule, T>& task, const Ordered<T, on_chip>& filter, T* coefficients) {
   const Types types = task.entry.types;
-  const Span span = span_of(task.entry, task.begin, filter.rings.numel(), types < Types::any);
+  const AlignedSpan span = span_of(task.entry, task.begin, filter.rings.numel(), types < Types::any);
   const Cycle<T> cycle(task, coefficients, kCachedWithProx);
   if constexpr (sizeof(T) == 8) {
     update_vectors<VectorTypes<DType::f64, DType::f64>, false>(task, cycle, span, filter);
@@ -107,7 +107,7 @@ LOCO_DEVICE void update_filter(const Task<Rule, T>& task, const Ordered<T, on_ch
 
 // Writes the elements of the span's vectors; each thread takes 16 bytes at a time.
 template <DType dtype, bool stochastic = false, class Rule, typename T, class At>
-LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, const Span& span, const At& at) {
+LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, const AlignedSpan& span, const At& at) {
   using Types = VectorTypes<dtype, dtype>;
   constexpr int width = Types::width, taken = Types::template taken<stochastic>;
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) {
@@ -137,7 +137,7 @@ LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, co
 template <class Rule, typename T, class At>
 LOCO_DEVICE void write_filter(const Task<Rule, T>& task, const Rings& rings, const At& at) {
   const Entry& e = task.entry;
-  const Span span = span_of(e, task.begin, rings.numel(), e.nests[kNestW] == kFlat);
+  const AlignedSpan span = span_of(e, task.begin, rings.numel(), e.nests[kNestW] == kFlat);
   if constexpr (sizeof(T) == 8) {
     write_vectors<DType::f64>(task, rings, span, at);
   } else if (e.w_dtype == DType::f32) {

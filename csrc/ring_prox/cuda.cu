@@ -19,7 +19,7 @@
 
 #include "common/launch.h"
 #include "ring_prox/cuda.h"
-#include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_filter.h"
 #include "ring_prox/gpu_launch.h"
 #include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) norms(const __grid_cons
   __shared__ Scratch scratch;
   __shared__ double squares[kMaxRings];
   LOCO_SHARED(memory);
-  const Kernel<T, staged> kernel(p, blockIdx.x, memory);
+  const BlockFilter<T, staged> weights(p, blockIdx.x, memory);
   const int rings = p.rings.count;
-  Sums<T, Kernel<T, staged>> sums(kernel, rings, scratch, memory);
+  Sums<T, BlockFilter<T, staged>> sums(weights, rings, scratch, memory);
   const double scale = sums.scaled_squares({squares});
   for (int r = threadIdx.x; r < rings; r += blockDim.x) {
     out[int64_t{blockIdx.x} * rings + r] = static_cast<T>(std::sqrt(squares[r]) / scale);
@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   __shared__ Solver solver;
   LOCO_SHARED(memory);
   constexpr bool in_metric = std::is_same_v<Solver, MetricSolver<T>>;
-  const Kernel<T, staged> kernel(p, blockIdx.x, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
-  Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch, memory);
+  const BlockFilter<T, staged> weights(p, blockIdx.x, memory + solver_bytes(p.rings.count, sizeof(T) == 8, in_metric));
+  Sums<T, BlockFilter<T, staged>> sums(weights, p.rings.count, scratch, memory);
   const Thresholds thresholds = p.thresholds(blockIdx.x);
   solver.solve(sums, thresholds, OwnFactor{thresholds});
-  kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
+  weights.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
 }
 
 template <typename T>

@@ -24,7 +24,7 @@
 #include "common/launch.h"
 #include "common/mistake.h"
 #include "ring_prox/cuda.h"
-#include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_filter.h"
 #include "ring_prox/gpu_launch.h"
 #include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
@@ -173,12 +173,12 @@ __global__ void __launch_bounds__(kMostThreads, 2) joint_prox(const __grid_const
       const Parameters& p = layers.of[layer];
       const int rings = p.rings.count;
       const int64_t filter = k - layers.begins[layer];
-      const Kernel<T, staged> kernel(p, filter, memory + solver_bytes(rings, sizeof(T) == 8, in_metric));
-      Sums<T, Kernel<T, staged>> of_filter(kernel, rings, scratch, memory);
+      const BlockFilter<T, staged> weights(p, filter, memory + solver_bytes(rings, sizeof(T) == 8, in_metric));
+      Sums<T, BlockFilter<T, staged>> of_filter(weights, rings, scratch, memory);
       double sum = 0;
       solver.solve(of_filter, p.thresholds(filter), GivenFactor{search.factor(), sum});
       if (search.is_found()) {
-        kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
+        weights.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
       } else if (threadIdx.x == 0) {
         in_global(layers.sums)[k] = sum - sum == 0 ? sum : 0;  // filters of infinite weights and NaN do not count
       }

@@ -166,41 +166,41 @@ class FilterSolver {
   // Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
   // gives a lower bound of sum (d u)^2, which usually suffices to see that no ring vanishes.
   int first_alive(const double* t) {
-    double factors[kMaxRings], of_weighed[kMaxRings];
+    double factors[kMaxRings], of_weighted[kMaxRings];
     const int rings = shape_.rings;
-    if (!weighed_is_known_) {
+    if (!weighted_is_known_) {
       constexpr double kSafely = 0.99;
       bool all = true;
       for (int r = 0; r < rings; ++r) {
         const double square = zero_.power[0][r], bend = zero_.power[2][r];
-        weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
-        all &= weighed_[r] > t[r] * t[r];  // a ring larger than its own threshold does not vanish
+        weighted_[r] = bend > 0 ? kSafely * square * square / bend : 0;
+        all &= weighted_[r] > t[r] * t[r];  // a ring larger than its own threshold does not vanish
       }
-      if (moderate_ && (all || chain(weighed_, t, rings, factors) == 0)) return 0;
+      if (moderate_ && (all || chain(weighted_, t, rings, factors) == 0)) return 0;
       weigh();
     }
-    for (int r = 0; r < rings; ++r) of_weighed[r] = t[r] * weighed_scale_;
-    return chain(weighed_, of_weighed, rings, factors);
+    for (int r = 0; r < rings; ++r) of_weighted[r] = t[r] * weighted_scale_;
+    return chain(weighted_, of_weighted, rings, factors);
   }
 
   // Sum the squares of weight times metric. If those would vanish or overflow, the products are multiplied by a power
-  // of two, weighed_scale_.
+  // of two, weighted_scale_.
   void weigh() {
-    weighed_is_known_ = true;
-    weighed_scale_ = 1;
-    std::fill(weighed_, weighed_ + shape_.rings, 0.0);
+    weighted_is_known_ = true;
+    weighted_scale_ = 1;
+    std::fill(weighted_, weighted_ + shape_.rings, 0.0);
     if (moderate_) {
       for (const Part& part : parts_)
-        rows<T>().weighed_squares(scaled_ + part.at, scaled_d_ + part.at, part.run, weighed_);
+        rows<T>().weighted_squares(scaled_ + part.at, scaled_d_ + part.at, part.run, weighted_);
       return;
     }
-    const auto weighed = [&](int64_t i) { return static_cast<double>(scaled_[i]) * finite_metric(scaled_d_[i]); };
+    const auto weighted = [&](int64_t i) { return static_cast<double>(scaled_[i]) * finite_metric(scaled_d_[i]); };
     double size = 0;
-    for (int64_t i = 0; i < shape_.numel(); ++i) size = std::max(size, std::fabs(weighed(i)));
-    weighed_scale_ = near_one(size);
+    for (int64_t i = 0; i < shape_.numel(); ++i) size = std::max(size, std::fabs(weighted(i)));
+    weighted_scale_ = near_one(size);
     for_weights([&](int64_t i, int r) {
-      const double value = weighed(i) * weighed_scale_;
-      weighed_[r] += value * value;
+      const double value = weighted(i) * weighted_scale_;
+      weighted_[r] += value * value;
     });
   }
 
@@ -331,7 +331,7 @@ class FilterSolver {
 
   void leave_unscaled() {
     scaled_ = u_, scaled_d_ = d_;
-    weighed_is_known_ = false;
+    weighted_is_known_ = false;
     scale_ = {};
     moderate_ = true;
   }
@@ -404,11 +404,11 @@ class FilterSolver {
   std::vector<int64_t> ring_of_long_lane_;
   std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr, *scaled_d_ = nullptr;
-  double weighed_[kMaxRings];
-  bool weighed_is_known_ = false;
+  double weighted_[kMaxRings];
+  bool weighted_is_known_ = false;
   Scale scale_;           // the scale of scaled_ and scaled_d_
   bool moderate_ = true;  // whether all sums with a metric are in the range that MetricModel can use
-  double weighed_scale_ = 1;
+  double weighted_scale_ = 1;
   Moments zero_;  // moments for c = 0; without a metric, only the squares
   std::vector<T> scaled_copy_, scaled_d_copy_, finite_d_, transposed_u_, transposed_d_;
 };

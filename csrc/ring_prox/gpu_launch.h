@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "ring_prox/cuda.h"
-#include "ring_prox/gpu_kernel.h"
+#include "ring_prox/gpu_filter.h"
 #include "ring_prox/gpu_models.h"
 #include "ring_prox/gpu_solve.h"
 #include "ring_prox/gpu_table.h"

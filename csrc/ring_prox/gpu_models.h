@@ -122,7 +122,7 @@ struct SharedArrays {
   LOCO_DEVICE SharedArrays(unsigned char* memory, int rings)
       : begin(reinterpret_cast<double*>(memory)),
         rings(rings),
-        weighed(array(4)),
+        weighted(array(4)),
         sums(array(5)),
         c0(array(9)),
         coefficients(array(10)),
@@ -133,7 +133,7 @@ struct SharedArrays {
         inverses(array(15)),
         t(array(16)) {}
 
-  double* weighed;  // sums of (d u)^2, behind the moments for c = 0
+  double* weighted;  // sums of (d u)^2, behind the moments for c = 0
   double *sums, *c0, *coefficients, *squares, *pole, *moving, *derivatives;
   double *inverses, *t;  // 1 over norms of u on rings 0..r, and thresholds
 
@@ -218,14 +218,14 @@ struct L2ByModels {
   // Find which rings vanish. Return false if sums in float32 do not tell.
   LOCO_DEVICE bool find_first(const SharedArrays& a, int rings) {
     constexpr double kSafely = 0.01;
-    if (!zero_is_wide && !are_safe<float>(a.weighed, 0, rings)) return false;
+    if (!zero_is_wide && !are_safe<float>(a.weighted, 0, rings)) return false;
     bool same = true;
     LOCO_NO_UNROLL
     for (int i = 0; i < 2; ++i) {
       const double scale = zero_is_wide ? 1 : i == 0 ? 1 - kSafely : 1 + kSafely;
       LOCO_NO_UNROLL
       for (int r = 0; r < rings; ++r) a.pole[r] = a.t[r] * scale;
-      const int found = chain(a.weighed, a.pole, rings, a.derivatives);
+      const int found = chain(a.weighted, a.pole, rings, a.derivatives);
       same = i == 0 || found == first;
       first = found;
     }

@@ -72,10 +72,10 @@ struct Ordered {
 
 // Divides `count` elements from an address on into aligned vectors of 16 bytes, the first of which begins at element
 // `head`, and "ends": the elements before and after the vectors, fewer than 16 in all.
-struct Span {
+struct AlignedSpan {
   uint32_t head, vectors, tail, count;
 
-  LOCO_DEVICE Span(const void* data, uint32_t count, uint32_t size) : count(count) {
+  LOCO_DEVICE AlignedSpan(const void* data, uint32_t count, uint32_t size) : count(count) {
     const uint32_t width = 16 / size;
     const uint32_t gap = (16 - reinterpret_cast<uintptr_t>(data) % 16) % 16 / size;
     head = gap < count ? gap : count;
@@ -83,7 +83,7 @@ struct Span {
     tail = head + vectors * width;
   }
   // A span without vectors: its elements are taken one by one.
-  LOCO_DEVICE explicit Span(uint32_t count) : head(count), vectors(0), tail(count), count(count) {}
+  LOCO_DEVICE explicit AlignedSpan(uint32_t count) : head(count), vectors(0), tail(count), count(count) {}
 
   LOCO_DEVICE uint32_t ends() const { return head + count - tail; }
   LOCO_DEVICE uint32_t end(uint32_t k) const { return k < head ? k : tail + k - head + LOCO_MISTAKE(ring_tail); }

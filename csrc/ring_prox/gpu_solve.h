@@ -60,7 +60,7 @@ class Sums {
   // Reduce all threads' values by op in a fixed order; every thread receives the result.
   template <int count, class Op>
   LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
-    buffer_ ^= !LOCO_MISTAKE(ring_turn);
+    buffer_ ^= !LOCO_MISTAKE(ring_buffer);
 #pragma unroll
     for (int k = 0; k < count; ++k) {
 #pragma unroll
@@ -80,7 +80,7 @@ class Sums {
 
   // Return the warps' partial sums for a reduction in float32.
   LOCO_DEVICE float (&next_float_parts()) [kMostMoments + 1][kMostWarps] {
-    buffer_ ^= !LOCO_MISTAKE(ring_turn);
+    buffer_ ^= !LOCO_MISTAKE(ring_buffer);
     return scratch_.float_parts[buffer_];
   }
 
@@ -137,9 +137,9 @@ class Sums {
 
   // If the sums of squares of weight times metric, which scaled_squares has made, vanish or overflow, recompute them
   // from the products times a power of two. Return the exponent of that power, 0 if nothing was recomputed.
-  LOCO_DEVICE int scale_weighed(double* weighed) {
+  LOCO_DEVICE int scale_weighted(double* weighted) {
     if constexpr (sizeof(T) == 4) return 0;
-    if (are_safe<double>(weighed, 0, rings_)) return 0;
+    if (are_safe<double>(weighted, 0, rings_)) return 0;
     double size[1] = {0};
     for (int r = 0; r < rings_; ++r) {
       for_ring(r, [&](T u, T d) { size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d))); });
@@ -154,7 +154,7 @@ class Sums {
         sums[0] += value * value;
       });
       reduce(sums, Add());
-      if (threadIdx.x == 0) weighed[r] = sums[0];
+      if (threadIdx.x == 0) weighted[r] = sums[0];
     }
     __syncthreads();
     return std::ilogb(by);
@@ -166,9 +166,9 @@ class Sums {
     for (int r = 0; r < rings_; ++r) {
       double sums[count] = {};
       for_ring(r, [&](T u, T d) {
-        const double value = scaled(u), weighed = value * static_cast<double>(d);
+        const double value = scaled(u), weighted = value * static_cast<double>(d);
         sums[0] += value * value;
-        if constexpr (count == 2) sums[1] += weighed * weighed;
+        if constexpr (count == 2) sums[1] += weighted * weighted;
       });
       reduce(sums, Add());
       for (int k = 0; k < count && threadIdx.x == 0; ++k) to[k][r] = sums[k];
@@ -249,17 +249,17 @@ struct ScaledWeights {
 };
 
 struct L2InMetric {
-  double squares[kMaxRings], weighed[kMaxRings], inverses[kMaxRings], t[kMaxRings], factors[kMaxRings],
+  double squares[kMaxRings], weighted[kMaxRings], inverses[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
-  int first;             // first ring that does not vanish
-  int weighed_exponent;  // exponent of the power of two that scales `weighed`
+  int first;              // first ring that does not vanish
+  int weighted_exponent;  // exponent of the power of two that scales `weighted`
 
   template <class Sums, class Find>
   LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds, const Find& find) {
-    const double scale = sums.scaled_squares({squares, weighed});
+    const double scale = sums.scaled_squares({squares, weighted});
     const int rings = sums.rings();
-    const int exponent = sums.scale_weighed(weighed);
-    if (threadIdx.x == 0) weighed_exponent = exponent;
+    const int exponent = sums.scale_weighted(weighted);
+    if (threadIdx.x == 0) weighted_exponent = exponent;
     const ScaledWeights<Sums> weights{sums};
     const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
@@ -271,8 +271,8 @@ struct L2InMetric {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
 #pragma unroll 1  // unrolling would take two more registers
-        for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
-        first = chain(weighed, derivatives, rings, factors);
+        for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighted_exponent);
+        first = chain(weighted, derivatives, rings, factors);
       }
       __syncthreads();
       alive = first;

@@ -35,7 +35,7 @@ struct Damped {
   double squares, slope;
 };
 
-// How far c beyond the last ring misses 0, and the derivative of that by c of ring `first`.
+// The distance of c beyond the last ring from 0, and its derivative by c of ring `first`.
 struct Shot {
   double miss, derivative;
 };

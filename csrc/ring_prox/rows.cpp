@@ -37,7 +37,7 @@ LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
 }
 
 template <typename T>
-void weighed_squares(const T* u, const T* d, const Run& run, double* by_ring) {
+void weighted_squares(const T* u, const T* d, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, double* parts) LOCO_INLINE {
     const double value = static_cast<double>(u[i]) * finite_metric(d[i]);
     parts[0] += value * value;
@@ -83,14 +83,14 @@ LOCO_HD T not_above(double level) {
              : value;
 }
 
-template <bool weighed, typename T>
+template <bool weighted, typename T>
 LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double level) {
   double mass[kLanes] = {}, weight[kLanes] = {};
   const auto add = [&](int64_t i, int l) LOCO_INLINE {
     const double size = std::fabs(static_cast<double>(u[i]));
     const double clipped = size > cap ? cap : size;
     const bool over = !(clipped <= level);
-    const double w = weighed ? static_cast<double>(d[i]) : 1.0;
+    const double w = weighted ? static_cast<double>(d[i]) : 1.0;
     mass[l] += over && w != 0 ? w * clipped : 0.0;
     weight[l] += over ? w : 0.0;
   };
@@ -109,13 +109,13 @@ LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double
   return {total(mass), total(weight), 0};
 }
 
-template <bool weighed, typename T>
+template <bool weighted, typename T>
 LOCO_HD double least_level_of(const T* u, const T* d, int64_t count, double cap, double t) {
   double lanes[kLanes];
   for (double& lane : lanes) lane = -1;
   const auto look = [&](int64_t i, int l) LOCO_INLINE {
     const double size = std::fabs(static_cast<double>(u[i]));
-    const double level = (size > cap ? cap : size) - (weighed ? t / static_cast<double>(d[i]) : t);
+    const double level = (size > cap ? cap : size) - (weighted ? t / static_cast<double>(d[i]) : t);
     lanes[l] = level > lanes[l] ? level : lanes[l];
   };
   int64_t i = 0;
@@ -227,8 +227,8 @@ double least_level(const T* u, const T* d, int64_t count, double cap, double t) 
 }
 
 template <typename T>
-constexpr RowKernels<T> kRows = {squares<T>, weighed_squares<T>, moments<T>,        above<T>, least_level<T>,
-                                 largest<T>, multiply<T>,        multiply_rings<T>, damp<T>,  clip<T>};
+constexpr RowKernels<T> kRows = {squares<T>, weighted_squares<T>, moments<T>,        above<T>, least_level<T>,
+                                 largest<T>, multiply<T>,         multiply_rings<T>, damp<T>,  clip<T>};
 const RowKernels<float> float_rows = kRows<float>;
 const RowKernels<double> double_rows = kRows<double>;
 

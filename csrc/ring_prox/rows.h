@@ -37,7 +37,7 @@ struct RowKernels {
   // Add sum x^2 of each ring.
   void (*squares)(const T* x, const Run& run, bool wide, double* by_ring);
   // Add sum (d u)^2 of each ring, computed in float64.
-  void (*weighed_squares)(const T* u, const T* d, const Run& run, double* by_ring);
+  void (*weighted_squares)(const T* u, const T* d, const Run& run, double* by_ring);
   // Add the moments of each ring. c is [rings], or null for zeros. Powers from the first on are summed in the type of
   // their terms, unless `wide` is set.
   void (*moments)(const T* u, const T* d, const Run& run, bool wide, const double* c, Moments& moments);

@@ -126,7 +126,7 @@ class MeanOutputsOfSeveral(MeanOutputs):
 def _takes_one_input(model: nn.Module) -> bool:
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except ValueError:  # of torch.jit.trace, whose modules do not tell
+    except ValueError:  # modules of torch.jit.trace do not record it
         return False
     return sum(parameter.default is parameter.empty for parameter in parameters) == 1
 

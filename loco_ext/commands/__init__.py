@@ -195,7 +195,7 @@ def _message(error: TyperException) -> str:
     if type(error) is not typer.BadParameter or error.param is None:
         return error.format_message()
     text = error.message
-    for found in getattr(error.__cause__, "errors", list)():  # of pydantic, which typer checks values by
+    for found in getattr(error.__cause__, "errors", list)():  # typer checks values by pydantic
         kind, given = found["type"], found["input"]
         if kind in _EXPECTED:
             text = f"expected {_EXPECTED[kind].format(**found.get('ctx', {}))}, got {given!r}"

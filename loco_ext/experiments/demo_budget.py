@@ -64,7 +64,7 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
     for name, each, right in (("all", dense, whole), ("fewer channels", narrow, narrower), ("budget", model, accuracy)):
         network, report = sparsity.compact(each, samples.blank(processes.device, BATCH_SIZE))
         rows.append(Row(name, right, report.macs_after, report.parameters_after, report.latency_after))
-    (compacted,) = measure_accuracies(samples, processes, network)  # that of the budget, the last one
+    (compacted,) = measure_accuracies(samples, processes, network)  # the last one was made with the budget
     return ShrunkDemo(network, report, accuracy, compacted, rows)
 
 

@@ -35,9 +35,9 @@ def _lies_by_filters(param: Tensor) -> bool:
     """Return whether filters follow each other, each contiguous or channels_last."""
     if param.is_contiguous() or param.numel() == 0:
         return True
-    kernel = param[0]
-    whole = kernel.is_contiguous() or kernel.movedim(0, -1).is_contiguous()
-    return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
+    first = param[0]
+    whole = first.is_contiguous() or first.movedim(0, -1).is_contiguous()
+    return whole and (len(param) == 1 or param.stride(0) >= first.numel())
 
 
 def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:

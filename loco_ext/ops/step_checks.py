@@ -124,7 +124,7 @@ def check_penalties(args: StepArgs) -> None:
         taps = param.shape[2:].numel() if param.dim() >= 2 else 0
         if len(penalty.rings) != taps:
             raise ValueError(
-                f"penalties[{i}]: expected a parameter with kernels of {len(penalty.rings)} taps, "
+                f"penalties[{i}]: expected a parameter with filters of {len(penalty.rings)} taps, "
                 f"got shape {tuple(param.shape)}"
             )
         if penalty.scales is not None and penalty.scales.shape[1] != len(param):

@@ -33,7 +33,7 @@ constexpr int kNone = -1;  // no thread
 // With several resident blocks, the running one continues this many times on average before another one does: at
 // barriers and shuffles, which all threads of a block pass, and at atomic operations.
 constexpr uint64_t kStayAtMeetings = 64, kStayAtAtomics = 2;
-// How many atomic operations may follow each other while no thread comes to a barrier or a shuffle.
+// Limit on atomic operations without a barrier or shuffle between them.
 constexpr int64_t kMostAtomics = 1'000'000;
 constexpr uint64_t kPoison = ~uint64_t{0};
 

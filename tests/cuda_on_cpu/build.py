@@ -4,6 +4,7 @@ import fcntl
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,11 @@ from hashlib import sha256
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+import setuptools
+from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -40,6 +44,16 @@ FLAGS = [
 ]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 SHARED = ["-shared", "-Wl,-Bsymbolic"]
+
+
+@cache
+def setup_names() -> dict[str, Any]:
+    """Return what setup.py defines, by name; nothing is built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **_: None)  # it would set up logging
+        for name, value in (("CUDA_HOME", str(cpp_extension.CUDA_HOME)), ("LOCO_CUDA", "0"), ("MAX_JOBS", "1")):
+            patch.setenv(name, value)
+        return runpy.run_path(str(CSRC.parent / "setup.py"))
 
 
 @cache
@@ -74,10 +88,8 @@ def _toolkits() -> Iterable[Path]:
         done = subprocess.run([nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
         if top := re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE):
             yield Path(top[1])
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if CUDA_HOME:
-        yield Path(CUDA_HOME)
+    if cpp_extension.CUDA_HOME:
+        yield Path(cpp_extension.CUDA_HOME)
 
 
 @cache

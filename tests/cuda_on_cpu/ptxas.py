@@ -1,6 +1,5 @@
 """Resource usage that ptxas reports for kernels (registers, stack, spills, shared memory), compared with budgets."""
 
-import ast
 import fcntl
 import re
 import shutil
@@ -11,10 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
+from tests.cuda_on_cpu.build import setup_names
+
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
-_SETUP = (Path(__file__).parents[2] / "setup.py").read_text()
-# The flags that setup.py builds kernels with.
-FLAGS = ast.literal_eval(re.search(r"^NVCC_FLAGS = (\[.*?\])", _SETUP, re.MULTILINE | re.DOTALL)[1])
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,18 @@ def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, inc
         include: folder whose headers the source may include.
     """
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
-    command = [nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, "--fatbin", "--keep", f"-I{include}"]
+    command = [
+        nvcc,
+        *setup_names()["NVCC_FLAGS"],
+        "-Xptxas",
+        "-v",
+        "--threads",
+        "0",
+        *codes,
+        "--fatbin",
+        "--keep",
+        f"-I{include}",
+    ]
     texts = [path.read_bytes() for path in (source, *sorted(include.rglob("*.h")))]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     made = objects / f"{source.stem}-{sha256(repr((command, version, texts)).encode()).hexdigest()}"

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from tests.cuda_on_cpu import ptx, ptxas, sass
-from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder
+from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder, setup_names
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 TARGETS = ["75", "80", "90", "100", "120"]
@@ -50,8 +50,7 @@ def test_kernels_keep_their_budgets(source):
 def test_glue_compiles_without_a_cuda_build_of_torch(name):
     """The library of the CPU-run kernels has the other files."""
     need_cuda_headers()
-    oldest = re.search(r"^OLDEST_TORCH = \((\d+), (\d+)\)", (CSRC.parent / "setup.py").read_text(), re.MULTILINE)
-    version = f"0x{int(oldest[1]):02x}{int(oldest[2]):02x}000000000000ULL"
+    version = setup_names()["TARGET_VERSION"]
     folders = [f"-I{CSRC}"]
     for folder in (*include_paths(), *cuda_includes(), sysconfig.get_paths()["include"]):
         folders += ["-isystem", str(folder)]

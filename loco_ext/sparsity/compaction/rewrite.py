@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from loco_ext.fx.modules import bias_trains, put, unused
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
+from loco_ext.sparsity.compaction.channel_order import leaders
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import (
@@ -28,7 +29,6 @@ from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.fusion import HOLDERS, epilogue_of
 from loco_ext.sparsity.compaction.overwrite import finish
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
-from loco_ext.sparsity.compaction.streams import leaders
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]

@@ -35,7 +35,7 @@ struct Parameters {
 template <DType dtype, class Vector, class One>
 LOCO_DEVICE void split(const void* data, uint32_t count, const Vector& vector, const One& one) {
   constexpr uint32_t size = sizeof(Stored<dtype>), width = 16 / size;
-  const Span span(data, count, size);
+  const AlignedSpan span(data, count, size);
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) vector(span.head + k * width);
   if (threadIdx.x < span.ends()) one(span.end(threadIdx.x));  // fewer than 32 ends, and a block has at least 32 threads
 }
@@ -43,9 +43,9 @@ LOCO_DEVICE void split(const void* data, uint32_t count, const Vector& vector, c
 // The filter that this block works on. T is the compute type of the weights; `staged` tells whether they are copied to
 // shared memory.
 template <typename T, bool staged>
-class Kernel {
+class BlockFilter {
  public:
-  LOCO_DEVICE Kernel(const Parameters& p, int64_t filter, unsigned char* memory)
+  LOCO_DEVICE BlockFilter(const Parameters& p, int64_t filter, unsigned char* memory)
       : p_(p), filter_(filter), ordered_(in_ring_order(p, memory)) {
     if constexpr (staged) {
       stage(p.weight, kWeight, ordered_.weights);
@@ -113,7 +113,7 @@ class Kernel {
 
   LOCO_DEVICE void* of_block(const Weights& weights) const {
     return static_cast<char*>(weights.data) +
-           filter_ * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.filter_stride) * element_size(weights.dtype);
+           filter_ * (LOCO_MISTAKE(ring_filter) ? 1 : weights.filter_stride) * element_size(weights.dtype);
   }
 
   LOCO_DEVICE int64_t offset(const Weights& weights, OperandOf which, uint32_t tap, uint32_t channel) const {
