@@ -27,14 +27,14 @@ def test_kernels_end_with_the_references_prox_and_wait_for_nothing(name, penalty
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_replays_read_norms_anew(name):
+@pytest.mark.parametrize("inner", [sparsity.RingPenalty(0.5), sparsity.KernelPenalty(0.05, power=2)], ids=repr)
+def test_replays_read_norms_anew(name, inner):
     params = [p for p in make_params() if p.dim() > 2]
     norms = [make_norm(len(p)) for p in params]
     on_device = [copy.deepcopy(norm).cuda() for norm in norms]
-    rings = sparsity.RingPenalty(0.5)
 
     def make(values, norms, **options):
-        penalties = [sparsity.FoldedPenalty(rings, norm) for norm in norms]
+        penalties = [sparsity.FoldedPenalty(inner, norm) for norm in norms]
         gammas = {"params": [norm.weight for norm in norms], "locality": None}
         return getattr(optim, name)([{"params": values, "penalty": penalties}, gammas], **PENALISED[name], **options)
 
