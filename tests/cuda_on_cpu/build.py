@@ -17,8 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import setuptools
-from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -49,6 +47,9 @@ SHARED = ["-shared", "-Wl,-Bsymbolic"]
 @cache
 def setup_names() -> dict[str, Any]:
     """Return what setup.py defines, by name; nothing is built."""
+    import setuptools
+    from torch.utils import cpp_extension
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", lambda **_: None)  # it would set up logging
         for name, value in (("CUDA_HOME", str(cpp_extension.CUDA_HOME)), ("LOCO_CUDA", "0"), ("MAX_JOBS", "1")):
@@ -88,8 +89,10 @@ def _toolkits() -> Iterable[Path]:
         done = subprocess.run([nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
         if top := re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE):
             yield Path(top[1])
-    if cpp_extension.CUDA_HOME:
-        yield Path(cpp_extension.CUDA_HOME)
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME:
+        yield Path(CUDA_HOME)
 
 
 @cache
