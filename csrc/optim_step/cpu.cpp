@@ -133,6 +133,7 @@ class Shrinkage {
   };
 
   bool squares() const { return !penalty_.squared.empty(); }
+  // Returns whether the penalty depends on a filter's direction, not only on its length.
   bool rotates() const { return penalty_.rings() > 1; }
 
   // Returns the derivative of a filter's penalty for its Omega(k), given as `sum`.

@@ -152,33 +152,33 @@ class _FoldedStep:
 
     def __init__(self, optimizer: _Optimizer, entries: list[_Entry]) -> None:
         self.optimizer, self.entries = optimizer, entries
-        self.turned: list[_Entry] = []  # those whose direction is shrunk after the step
+        self.rotated: list[_Entry] = []  # those whose direction is shrunk after the step
 
     def begin(self, scale: Tensor | None) -> None:
         """Read what the penalties depend on before the step. ``scale``: the factor that gradients carry, or None."""
         layers = FoldedLayers([entry.layer for entry in self.entries])
         scales = layers.scales()
-        turned = []
+        rotated = []
         for entry, of_layer in zip(self.entries, layers.split(scales), strict=True):
             penalty = entry.layer.for_kernels(of_layer) if entry.may_be_in_kernels else None
             if penalty is not None and applied_by_kernels(entry.weight, penalty):
                 entry.in_kernels = penalty
             elif entry.weight.grad is not None and entry.layer.depends_on_direction:
-                turned.append((entry, of_layer))
-        if not turned:
+                rotated.append((entry, of_layer))
+        if not rotated:
             return
-        self.turned = [entry for entry, _ in turned]
-        self.layers = FoldedLayers([entry.layer for entry in self.turned])
-        self.scales = torch.cat([of_layer for _, of_layer in turned])
-        if "betas" in self.turned[0].group:
+        self.rotated = [entry for entry, _ in rotated]
+        self.layers = FoldedLayers([entry.layer for entry in self.rotated])
+        self.scales = torch.cat([of_layer for _, of_layer in rotated])
+        if "betas" in self.rotated[0].group:
             self._pull(scale)
 
     def _pull(self, scale: Tensor | None) -> None:
         """Add the pull along the filters to the gradients."""
-        weights = [entry.weight.detach() for entry in self.turned]
+        weights = [entry.weight.detach() for entry in self.rotated]
         pull, self.lengths = self.layers.pull_along(weights, self.scales)
         pull = pull if scale is None else pull * scale.to(pull)
-        for entry, weight, of_layer in zip(self.turned, weights, self.layers.split(pull), strict=True):
+        for entry, weight, of_layer in zip(self.rotated, weights, self.layers.split(pull), strict=True):
             column = column_of(of_layer.to(compute_dtype(weight.dtype)), weight)
             grad = entry.weight.grad
             assert grad is not None
@@ -193,16 +193,16 @@ class _FoldedStep:
         for entry in self.entries:
             if entry.in_kernels is not None and (scales := entry.in_kernels.scales) is not None:
                 values[id(entry)] = scales[1]
-        if self.turned:
-            values |= zip(map(id, self.turned), self.layers.split(self._rotate(found_inf)), strict=True)
+        if self.rotated:
+            values |= zip(map(id, self.rotated), self.layers.split(self._rotate(found_inf)), strict=True)
         if shortened := [entry for entry in self.entries if entry.gamma.grad is not None]:
             self._shorten(shortened, values, found_inf)
 
     def _rotate(self, found_inf: Tensor | None) -> Tensor:
         """Shrink the filters' directions; return their :meth:`FoldedLayers.values`."""
-        params = [entry.weight for entry in self.turned]
+        params = [entry.weight for entry in self.rotated]
         wide = [param.detach().to(compute_dtype(param.dtype)) for param in params]
-        prox_sizes = self.optimizer._prox_sizes([entry.group for entry in self.turned], params)
+        prox_sizes = self.optimizer._prox_sizes([entry.group for entry in self.rotated], params)
         sizes, metrics = zip(*prox_sizes, strict=True)
         size = self.layers.spread(sizes)
         if metrics[0] is None:

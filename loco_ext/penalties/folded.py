@@ -203,7 +203,7 @@ class FoldedLayers:
     """
 
     def __init__(self, layers: Sequence[FoldedLayer]) -> None:
-        self._layers, self._kind = list(layers), layers[0]
+        self._layers, self._first = list(layers), layers[0]
         self._groups = max(layer.filters.count for layer in layers)
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -251,7 +251,7 @@ class FoldedLayers:
     def norms(self, weights: Sequence[Tensor]) -> Tensor:
         """Return ``||k(G_n)||`` of each filter, float64 ``(filters, groups)``, of as many groups as any layer has."""
         filters = [layer.filters for layer in self._layers]
-        if self._kind.inner.norm == "linf":
+        if self._first.inner.norm == "linf":
             return self._padded([each.norms(weight, True) for each, weight in zip(filters, weights, strict=True)])
 
         def of_all(*_: object) -> Tensor:
@@ -272,9 +272,9 @@ class FoldedLayers:
         """
         norms = self.norms(weights)
         lengths = self._lengths(norms, weights)
-        weighted = self._weights(norms.device, but_lengths=not self._kind.squares_filters)
-        turning = (norms * weighted).sum(1)
-        pull = -self._slopes(self.values(norms), scales) * turning / lengths.square()
+        weighted = self._weights(norms.device, without_lengths=not self._first.squares_filters)
+        of_direction = (norms * weighted).sum(1)
+        pull = -self._slopes(self.values(norms), scales) * of_direction / lengths.square()
         return torch.where(pull.isfinite(), pull, 0.0), lengths
 
     def rotate(
@@ -292,19 +292,19 @@ class FoldedLayers:
         """
         norms = self.norms(weights)
         values, lengths = self.values(norms), self._lengths(norms, weights) if lengths is None else lengths
-        if metrics is not None and self._kind.squares_filters:
+        if metrics is not None and self._first.squares_filters:
             factors = size * self._strength() * scales.square()
         else:
             factors = size * self._slopes(values, scales)
         shrinks = factors > 0
         factors = torch.where(shrinks, factors, 0.0)[:, None]
         squared = None
-        if metrics is not None and self._kind.squares_filters:
+        if metrics is not None and self._first.squares_filters:
             squared = self.split(factors.sqrt() * self._weights(factors.device))
             plain = self.split(torch.zeros_like(factors).expand(-1, self._groups))
         else:
-            plain = self.split(factors * self._weights(factors.device, but_lengths=True))
-        linf = self._kind.inner.norm == "linf"
+            plain = self.split(factors * self._weights(factors.device, without_lengths=True))
+        linf = self._first.inner.norm == "linf"
         calls = []
         for i, (layer, weight) in enumerate(zip(self._layers, weights, strict=True)):
             t, q = (None if of is None else of[i][:, : layer.filters.count].contiguous() for of in (plain, squared))
@@ -313,20 +313,20 @@ class FoldedLayers:
         shrunk = run_proxes(calls)
         norms = self.norms(shrunk)
         ratios = lengths / self._lengths(norms, shrunk)
-        turns = shrinks & (ratios <= torch.finfo(torch.float32).max)  # finite in the weights' dtypes, too
+        rotates = shrinks & (ratios <= torch.finfo(torch.float32).max)  # finite in the weights' dtypes, too
         results = []
-        for turned, ratio, each, weight in zip(self.split(turns), self.split(ratios), shrunk, weights, strict=True):
+        for rotated, ratio, each, weight in zip(self.split(rotates), self.split(ratios), shrunk, weights, strict=True):
             rescaled = each * column_of(ratio.to(compute_dtype(weight.dtype)), weight)
-            results.append(torch.where(column_of(turned, weight), rescaled.to(weight.dtype), weight))
-        return results, torch.where(turns, self.values(norms) * ratios, values)
+            results.append(torch.where(column_of(rotated, weight), rescaled.to(weight.dtype), weight))
+        return results, torch.where(rotates, self.values(norms) * ratios, values)
 
     def shorten(self, values: Tensor, size: float | Tensor) -> Tensor:
         """Return the prox of the penalty on gamma, with the weights fixed, given their :meth:`values`."""
         gamma, strength = torch.cat(self.gammas()).double(), self._strength()
         slopes = values * self.reciprocal_sigma()
-        if self._kind.inner.power == 1:
+        if self._first.inner.power == 1:
             length = (gamma.abs() - size * strength * slopes).clamp(min=0)
-        elif self._kind.squares_filters:
+        elif self._first.squares_filters:
             length = gamma.abs() / (1 + 2 * size * strength * slopes.square())
         else:
             size = size.expand_as(gamma) if isinstance(size, Tensor) else torch.full_like(gamma, size)
@@ -339,7 +339,7 @@ class FoldedLayers:
 
     def _lengths(self, norms: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return the Euclidean norm of each filter, given the norms of its groups."""
-        return norms[:, -1] if self._kind.inner.norm == "l2" else self.lengths(weights)
+        return norms[:, -1] if self._first.inner.norm == "l2" else self.lengths(weights)
 
     def _padded(self, of_layers: Sequence[Tensor]) -> Tensor:
         """Return numbers ``(filters, groups)`` of each layer as one tensor, with zeros where it has fewer groups."""
@@ -349,12 +349,12 @@ class FoldedLayers:
         )
         return pad(table, (0, self._groups - most)) if most < self._groups else table
 
-    def _weights(self, device: torch.device, but_lengths: bool = False) -> Tensor:
+    def _weights(self, device: torch.device, without_lengths: bool = False) -> Tensor:
         """Return ``w_n`` of each group, ``(filters, groups)``.
 
-        ``but_lengths``: with 0 for the Euclidean norm of a whole filter, which no direction changes.
+        ``without_lengths``: with 0 for the Euclidean norm of a whole filter, which no direction changes.
         """
-        leaves_out = but_lengths and self._kind.inner.norm == "l2"
+        leaves_out = without_lengths and self._first.inner.norm == "l2"
         of_layers = []
         for layer in self._layers:
             weights = layer.filters.factors_on(device, layer.inner.weighting)
@@ -368,10 +368,10 @@ class FoldedLayers:
     def _slopes(self, values: Tensor, scales: Tensor) -> Tensor:
         """Return the derivative of the penalty for each filter's ``Omega(k)``, given as ``values``."""
         slopes = self._strength() * scales
-        if self._kind.inner.power == 1:
+        if self._first.inner.power == 1:
             return slopes
         values = scales * values
-        if not self._kind.squares_filters:
+        if not self._first.squares_filters:
             values = torch.cat([each.sum().expand_as(each) for each in self.split(values)])
         return 2 * slopes * values
 

@@ -4,7 +4,6 @@ import fcntl
 import importlib.util
 import os
 import re
-import runpy
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,6 @@ from hashlib import sha256
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
@@ -42,19 +40,6 @@ FLAGS = [
 ]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 SHARED = ["-shared", "-Wl,-Bsymbolic"]
-
-
-@cache
-def setup_names() -> dict[str, Any]:
-    """Return what setup.py defines, by name; nothing is built."""
-    import setuptools
-    from torch.utils import cpp_extension
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **_: None)  # it would set up logging
-        for name, value in (("CUDA_HOME", str(cpp_extension.CUDA_HOME)), ("LOCO_CUDA", "0"), ("MAX_JOBS", "1")):
-            patch.setenv(name, value)
-        return runpy.run_path(str(CSRC.parent / "setup.py"))
 
 
 @cache

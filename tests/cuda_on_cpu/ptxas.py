@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests.cuda_on_cpu.build import setup_names
+from tests.setup_script import run_setup
 
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
 
@@ -58,7 +58,7 @@ def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, inc
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     command = [
         nvcc,
-        *setup_names()["NVCC_FLAGS"],
+        *run_setup()["NVCC_FLAGS"],
         "-Xptxas",
         "-v",
         "--threads",

@@ -10,7 +10,8 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from tests.cuda_on_cpu import ptx, ptxas, sass
-from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder, setup_names
+from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder
+from tests.setup_script import run_setup
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 TARGETS = ["75", "80", "90", "100", "120"]
@@ -50,7 +51,7 @@ def test_kernels_keep_their_budgets(source):
 def test_glue_compiles_without_a_cuda_build_of_torch(name):
     """The library of the CPU-run kernels has the other files."""
     need_cuda_headers()
-    version = setup_names()["TARGET_VERSION"]
+    version = run_setup()["TARGET_VERSION"]
     folders = [f"-I{CSRC}"]
     for folder in (*include_paths(), *cuda_includes(), sysconfig.get_paths()["include"]):
         folders += ["-isystem", str(folder)]

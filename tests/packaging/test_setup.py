@@ -1,33 +1,14 @@
 """setup.py reads the CUDA toolkit's folder and GPUs from nvcc; the tests make compilers up."""
 
 import re
-import runpy
-from pathlib import Path
 
 import pytest
-import setuptools
 import torch
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).parents[2]
+from tests.setup_script import run_setup
+
 GENERATIONS = ["75", "80", "86", "89", "90", "100", "120", "121"]
-
-
-@pytest.fixture
-def run_setup(monkeypatch):
-    """Return a function that runs setup.py without setuptools, which would set up logging, and returns its functions.
-
-    It takes variables of the environment.
-    """
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-
-    def run(**variables):
-        defaults = {"CUDA_HOME": str(cpp_extension.CUDA_HOME), "LOCO_CUDA": "0", "MAX_JOBS": "1"}
-        for name, value in {**defaults, **variables}.items():
-            monkeypatch.setenv(name, value)
-        return runpy.run_path(str(ROOT / "setup.py"))
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -39,7 +20,7 @@ def run_setup(monkeypatch):
         ("yes", "nothing", "LOCO_CUDA: expected 0 or 1, got 'yes'"),
     ],
 )
-def test_what_the_cuda_library_lacks_is_said(run_setup, monkeypatch, capsys, wish, missing, message):
+def test_what_the_cuda_library_lacks_is_said(monkeypatch, capsys, wish, missing, message):
     monkeypatch.setattr(torch.version, "cuda", None if missing == "torch" else "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/nowhere" if missing == "toolkit" else None)
     if wish:
@@ -56,7 +37,7 @@ def make_program(path, text):
     path.chmod(0o755)
 
 
-def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(run_setup, monkeypatch, tmp_path):
+def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(monkeypatch, tmp_path):
     toolkit_of_nvcc = run_setup()["toolkit_of_nvcc"]
     toolkit = tmp_path / "cuda"
     make_program(toolkit / "bin" / "nvcc", f"echo '#$ _HERE_={toolkit}/bin' >&2; echo '#$ TOP={toolkit}/bin/..' >&2")
@@ -71,7 +52,7 @@ def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(run_setup, 
     ("newest", "architectures"),
     [("90", "7.5;8.0;9.0+PTX"), ("100", "7.5;8.0;9.0;10.0+PTX"), ("121", "7.5;8.0;9.0;10.0;12.0+PTX")],
 )
-def test_only_gpus_that_nvcc_knows_are_compiled_for(run_setup, tmp_path, newest, architectures):
+def test_only_gpus_that_nvcc_knows_are_compiled_for(tmp_path, newest, architectures):
     known = " ".join(f"compute_{name}" for name in GENERATIONS if int(name) <= int(newest))
     make_program(tmp_path / "bin" / "nvcc", f"for name in {known}; do echo $name; done")
     assert run_setup()["supported_architectures"](str(tmp_path)) == architectures
