@@ -66,7 +66,7 @@ class Kernel:
             one, target = self.instructions[i], self.target(i)
             after, never = left.get(i + 1), None
             ways = [after]
-            if re.search(r"\b(EXIT|RET|CALL)\b", one):
+            if re.match(r"(EXIT|RET|CALL)\b", one):
                 ways = [never]
             elif target is not None:
                 ways = [left.get(target) if target > i else never]
