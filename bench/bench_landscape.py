@@ -154,7 +154,7 @@ def run(job: Job) -> None:
         job.add(record, to="memory")
     for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
         job.add(measure(model, job.effort, threads))
-    report["targets"] = _targets(report)
+    report["targets"] = targets(report)
 
 
 def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
     return {name: peak / plain for name, peak in peaks.items() if name != "plain step" and peak and plain}
 
 
-def _targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     results = [record for record in report["results"] if record["model"] in TARGETS]
     where = [f"{record['model']}, threads {record['threads']}" for record in results]
 
