@@ -33,13 +33,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from loco_ext.triton_kernels.launch import cdiv
 
 from bench import ahead_of_time, harness, machine, tables
-from bench.ahead_of_time import Driver, Warmed
 from bench.bench_block_sparse import LAYERS
 from bench.block_sparse_peers import Layer
 from loco_ext.version import package_version
@@ -194,21 +192,14 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype, of_values: torch.dtype) 
 
 def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, Any], Any]:
     """Return the kernel's name, its number of programs, its options and its code for a GPU; launches nothing."""
-    import triton
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
-    kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
     of_gpu = block_sparse_tiles.GpuLimits(
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
-    replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu, **kernels}
-    driver = Driver(ahead_of_time.gpu("cuda", arch))
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", driver),
-        mock.patch.multiple(block_sparse, **replaced),
-    ):
-        launch()
-    ((name, (grid, options, code)),) = [(name, each) for name, kernel in kernels.items() for each in kernel.launches]
+    replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu}
+    target = ahead_of_time.gpu("cuda", arch)
+    ((name, grid, options, code),) = ahead_of_time.launches(launch, block_sparse, KERNELS, target, **replaced)
     return name, grid[0], options, code
 
 
