@@ -87,13 +87,6 @@ def make(model: str, batch_size: int) -> tuple[nn.Module, Tensor]:
     return find_model(model).make(3, 10, 32), torch.randn(batch_size, 3, 32, 32)
 
 
-def cpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """Time a call by the CPU time of the process, of all threads together."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
     """Return seconds of a plain step and of one application by each route, and their ratios."""
 
@@ -102,7 +95,9 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
         return {"plain step": training_step(network, x)} | {name: route(network, x) for name, route in ROUTES.items()}
 
     with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"{model}, threads {threads}", clock=cpu_seconds)
+        timings = harness.compare(
+            build, effort, f"{model}, threads {threads}", clock=harness.clock_of(time.process_time)
+        )
     steps = {name: timings.ratio(name, "plain step") for name in ROUTES}
     return {
         "model": model,
