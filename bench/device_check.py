@@ -34,13 +34,14 @@ ROOT = Path(__file__).parent.parent
 PYTHON = shlex.quote(sys.executable)
 # The report cannot be written without these packages.
 NEEDED = ("torch", "numpy", "scipy", "tqdm", "safetensors", "filelock", "typer", "pytest")
-# Modules of tests on the GPU, by part. Tests named on_the_cpu need none.
+# Modules of tests on the GPU, by part, and the end of the name of the one test there that needs no GPU.
 GPU_TESTS = {
     "optim_step": "tests/optim/test_cuda.py tests/optim/test_cuda_graphs.py",
     "penalty": "tests/optim/test_cuda_penalty.py",
     "ring_prox": "tests/ring_prox/test_gpu.py",
     "block_sparse": "tests/block_sparse/test_triton_gpu.py",
 }
+ON_THE_CPU = "cuda_kernels_on_the_cpu"
 GPU_MODULES = " ".join(GPU_TESTS.values())
 # Tools and the kernels that each checks; Triton's have no shared memory of their own that could have races.
 SANITIZERS = (
@@ -66,7 +67,7 @@ SANITIZER = (
 PARTS = {
     "build": f"LOCO_CUDA=1 TORCH_CUDA_ARCH_LIST=$CAPABILITY {PYTHON} setup.py build_ext --inplace && {LOAD}",
     **{
-        f"test_{family}": f"{LOAD} && {PYTEST} -m 'not slow' -k 'not on_the_cpu' $WORKERS {modules}"
+        f"test_{family}": f"{LOAD} && {PYTEST} -m 'not slow' -k 'not {ON_THE_CPU}' $WORKERS {modules}"
         for family, modules in GPU_TESTS.items()
     },
     "test_rest": f"{LOAD} && {PYTEST} -m 'not slow' $WORKERS {IGNORED}",

@@ -125,9 +125,10 @@ def test_libraries_are_loaded_and_benchmarks_exist():
 
 @pytest.mark.slow
 def test_the_sanitizer_runs_tests_that_exist_and_need_no_package_of_other_tests(tmp_path):
-    def run(path):
-        variables = {"PATH": path, "PYTHONPATH": str(tmp_path), "SCRATCH": str(tmp_path)}
-        command = [str(shutil.which("bash")), "-c", device_check.PARTS["memcheck_native"]]
+    def run(path, script=device_check.PARTS["memcheck_native"]):
+        variables = {"PYTHONPATH": str(tmp_path), "SCRATCH": str(tmp_path), "WORKERS": "--collect-only"}
+        variables |= {"PATH": path}
+        command = [str(shutil.which("bash")), "-c", script]
         options = {"cwd": harness.ROOT, "capture_output": True, "text": True, "timeout": 300}
         return subprocess.run(command, env=os.environ | variables, **options)
 
@@ -140,6 +141,8 @@ def test_the_sanitizer_runs_tests_that_exist_and_need_no_package_of_other_tests(
     names = set(re.findall(r"::(test_\w+)\[(.*native.*)\]", done.stdout))
     assert len({name for name, _ in names}) == 7
     assert not any("triton" in case for _, case in names)
+    script = device_check.PARTS["test_ring_prox"].partition("&& ")[2] + f" {device_check.GPU_MODULES}"
+    assert "(1 deselected)" in run(os.environ["PATH"], script).stdout  # all but one of these tests need a GPU
 
 
 MODULES = {
