@@ -1,15 +1,17 @@
 """Triton kernels compiled ahead of time, for GPUs that this machine need not have.
 
-A launcher is called as usual, with a :class:`Warmed` kernel in the place of its own and a :class:`Driver` in that of
-the GPU's; instead of a launch, the kernel is compiled for the arguments that it received.
+A launcher is called as usual; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 
 def gpu(backend: str, arch: int | str) -> Any:
@@ -17,22 +19,6 @@ def gpu(backend: str, arch: int | str) -> Any:
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
-
-
-@dataclass
-class Driver:
-    """Stand-in for a GPU's driver."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return str(self.target)
-
-    def get_current_stream(self, _device: str) -> int:
-        return 0
 
 
 @dataclass
@@ -49,6 +35,32 @@ class Warmed:
             self.launches.append((grid, options, compiled))
 
         return launch
+
+
+def launches(
+    call: Callable[[], object],
+    module: Any,
+    kernels: Iterable[str],
+    target: Any,
+    compiles: bool = True,
+    **replaced: Any,
+) -> list[tuple[str, tuple[int, ...], dict[str, Any], Any]]:
+    """Return name, grid, options and compiled code of each launch of the module's kernels in a call.
+
+    ``replaced`` has further functions of the module to replace meanwhile, by name.
+    """
+    import triton
+
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: str(target), get_current_stream=lambda _device: 0
+    )
+    warmed: dict[str, Any] = {name: Warmed(getattr(module, name), compiles) for name in kernels}
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.multiple(module, **warmed, **replaced),
+    ):
+        call()
+    return [(name, *launch) for name, kernel in warmed.items() for launch in kernel.launches]
 
 
 def resources(cubin: bytes) -> dict[str, int]:

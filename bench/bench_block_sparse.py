@@ -205,19 +205,19 @@ def measure_memory(layers: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the targets beside the measurements."""
     rows = []
     for name, mode, limit, at_least in TARGETS:
         found = {
             f"{r['layer']}, batch {r['batch']}, threads {r['threads']}": r["ratios"][name]
-            for r in results
+            for r in report["results"]
             if r["pass"] == mode and r["batch"] in (64, 250) and name in r["ratios"]
         }
         rows += target(f"{mode}: {name}", limit, found, at_least)
     shares = {
         f"{r['layer']}, batch {r['batch']}, {r['pass']}": share
-        for r in memory
+        for r in report["memory"]
         if (share := r["share"]["ours NHWC"]) is not None
     }
     return rows + target("memory besides, of the activations", MOST_MEMORY, shares, at_least=False)
@@ -238,7 +238,7 @@ def run(job: Job) -> None:
                 for threads in arguments.threads:
                     job.add(*measure(layer, batch, threads, job.effort, peers))
     report["memory"] = measure_memory(arguments.layers)
-    report["targets"] = targets(report["results"], report["memory"])
+    report["targets"] = targets(report)
 
 
 COMMAND = Command(

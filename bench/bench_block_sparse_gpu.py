@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,10 +132,10 @@ def measure(
     return records
 
 
-def targets(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the targets beside the measurements."""
     microseconds, speedups = {}, {}
-    for record in results:
+    for record in report["results"]:
         case = (record["layer"], record["batch"], record["arithmetic"], record["pass"])
         if case == (REFERENCE, 250, "bfloat16", "training"):
             microseconds[REFERENCE] = 1e6 * record["candidates"]["ours"]["gpu"]["median"]
@@ -166,7 +166,7 @@ def run(job: Job) -> None:
     with loco_ext.backend("triton"):
         for case in cases:
             job.add(*measure(*case, job.effort, flush, copy))
-            job.report["targets"] = targets(job.report["results"])
+            job.report["targets"] = targets(job.report)
 
 
 OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}

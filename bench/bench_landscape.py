@@ -87,13 +87,6 @@ def make(model: str, batch_size: int) -> tuple[nn.Module, Tensor]:
     return find_model(model).make(3, 10, 32), torch.randn(batch_size, 3, 32, 32)
 
 
-def cpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """Time a call by the CPU time of the process, of all threads together."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
     """Return seconds of a plain step and of one application by each route, and their ratios."""
 
@@ -102,7 +95,9 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
         return {"plain step": training_step(network, x)} | {name: route(network, x) for name, route in ROUTES.items()}
 
     with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"{model}, threads {threads}", clock=cpu_seconds)
+        timings = harness.compare(
+            build, effort, f"{model}, threads {threads}", clock=harness.clock_of(time.process_time)
+        )
     steps = {name: timings.ratio(name, "plain step") for name in ROUTES}
     return {
         "model": model,
@@ -154,7 +149,7 @@ def run(job: Job) -> None:
         job.add(record, to="memory")
     for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
         job.add(measure(model, job.effort, threads))
-    report["targets"] = _targets(report)
+    report["targets"] = targets(report)
 
 
 def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
@@ -163,7 +158,7 @@ def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
     return {name: peak / plain for name, peak in peaks.items() if name != "plain step" and peak and plain}
 
 
-def _targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     results = [record for record in report["results"] if record["model"] in TARGETS]
     where = [f"{record['model']}, threads {record['threads']}" for record in results]
 

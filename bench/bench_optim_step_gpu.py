@@ -285,8 +285,9 @@ def count_syncs(rule: Rule, backend: str) -> int:
     return count
 
 
-def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the targets of the CUDA step beside the measurements, in the worst of the cases that count."""
+    records = report["results"]
     names = {id(r): str(Case(*(r[key] for key in ("network", "rule", "dtype", "mode")))) for r in records}
     large = [r for r in records if r["network"] in LARGE]
     small = [r for r in records if r["network"] == "thousand_small"]
@@ -302,7 +303,7 @@ def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[di
     shares = of_ours(large, lambda r, name: r["bandwidth"][name]["of_copy"])
     loco = {names[id(r)]: r["ratios"]["gpu"]["loco / uniform"] for r in records if "cuda_loco" in r["candidates"]}
     host = of_ours(eager, lambda r, name: 1e6 * r["candidates"][name]["host"]["median"])
-    waiting = {name: float(count) for name, count in syncs.items() if name.startswith("cuda")}
+    waiting = {name: float(count) for name, count in report["syncs"].items() if name.startswith("cuda")}
     return [
         *target("share of copy bandwidth, ResNet-50 and ViT-B", LEAST_SHARE, shares, at_least=True),
         *target("times faster than torch fused, ResNet-50 and ViT-B", LEAST_SPEEDUP, speedup(large), at_least=True),
@@ -328,7 +329,7 @@ def run(job: Job) -> None:
     flush = make_flush(job.effort)
     for case in cases:
         job.add(measure(Case(*case), job.effort, flush, report["copy_bandwidth"]["median"]))
-        report["targets"] = targets(report["results"], report["syncs"])
+        report["targets"] = targets(report)
 
 
 OPTIONS: dict[str, Collection[str]] = {

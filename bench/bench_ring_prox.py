@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,18 +204,18 @@ def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[s
     }
 
 
-def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the targets beside the measurements."""
     speedups = {
         f"{r['case']}, threads {r['threads']}": r["ratios"]["eager by groups / ours"]
-        for r in results
+        for r in report["results"]
         if r["case"] == "half rings"
     }
     rows = target("half rings alone: eager by groups / ours", LEAST_SPEEDUP, speedups, at_least=True)
     for rule, limit in MOST_STEP.items():
         found = {
             f"{name}, threads {r['threads']}": value
-            for r in steps
+            for r in report["steps"]
             if r["rule"] == rule
             for name, value in r["ratios"].items()
         }
@@ -237,7 +237,7 @@ def run(job: Job) -> None:
                 job.add(measure_prox(name, threads, job.effort, reference, missing))
         for rule, threads in itertools.product(arguments.rules, arguments.threads):
             job.add(measure_step(rule, threads, job.effort), to="steps")
-    report["targets"] = targets(report["results"], report["steps"])
+    report["targets"] = targets(report)
 
 
 COMMAND = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES})

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     effort = harness.Effort(rounds, min_seconds=0.0, warmup=1, builds=1)
     calls = {"network": partial(network, x), "compacted": partial(smaller, x)}
     with torch.inference_mode():
-        timings = harness.compare(calls.copy, effort, name, clock=thread_seconds)
+        timings = harness.compare(calls.copy, effort, name, clock=harness.clock_of(time.thread_time))
     return {
         "network": name,
         "candidates": timings.to_dict(),
@@ -108,13 +108,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         },
         "kept": report.notes.get("model"),
     }
-
-
-def thread_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """Time a call by the CPU time of this thread."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
 
 
 @torch.no_grad()

@@ -27,18 +27,17 @@ is outside of the main loop are not counted, so that a GPU takes longer.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from loco_ext.triton_kernels.launch import cdiv
 
 from bench import ahead_of_time, harness, machine, tables
-from bench.ahead_of_time import Driver, Warmed
 from bench.bench_block_sparse import LAYERS
 from bench.block_sparse_peers import Layer
 from loco_ext.version import package_version
@@ -193,21 +192,14 @@ def calls(layer: Layer, batch: int, dtype: torch.dtype, of_values: torch.dtype) 
 
 def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, Any], Any]:
     """Return the kernel's name, its number of programs, its options and its code for a GPU; launches nothing."""
-    import triton
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
-    kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
     of_gpu = block_sparse_tiles.GpuLimits(
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
-    replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu, **kernels}
-    driver = Driver(ahead_of_time.gpu("cuda", arch))
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", driver),
-        mock.patch.multiple(block_sparse, **replaced),
-    ):
-        launch()
-    ((name, (grid, options, code)),) = [(name, each) for name, kernel in kernels.items() for each in kernel.launches]
+    replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu}
+    target = ahead_of_time.gpu("cuda", arch)
+    ((name, grid, options, code),) = ahead_of_time.launches(launch, block_sparse, KERNELS, target, **replaced)
     return name, grid[0], options, code
 
 
@@ -230,15 +222,12 @@ def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> di
     casts = 6 * call.values() // call.values_itemsize if call.values_itemsize > call.itemsize else 0
     transposes = 2 * call.activations * call.itemsize
     return {
+        "loop": loop,
         "registers": used["REG"],
-        "spilled_bytes": used["STACK"],
-        "shared_bytes": shared,
         "warps": warps,
         "resident": resident,
         "programs": programs,
-        "loop_instructions": loop,
         "l2_bytes": work.l2_bytes,
-        "floor_bytes": call.floor(),
         "casts": casts / gpu.hbm if product != "gradient of the input" else 0.0,
         "transposes": transposes / gpu.hbm if product != "gradient of values" else 0.0,
         "seconds": seconds,
@@ -249,11 +238,24 @@ def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> di
 
 def estimates(layer: str, batch: int, arithmetic: str, arch: int) -> list[dict[str, Any]]:
     """Return the record of each product of a case."""
-    case = {"layer": layer, "batch": batch, "arithmetic": arithmetic, "gpu": GPUS[arch].name, "capability": arch}
+    case = {"gpu": GPUS[arch].name, "layer": layer, "batch": batch, "arithmetic": arithmetic}
     return [
         case | {"product": product} | estimate(product, call, launch, arch, arithmetic == "tf32")
         for product, call, launch in calls(LAYERS[layer], batch, *ARITHMETIC[arithmetic])
     ]
+
+
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return sums over the products of each training step, and the kernels of the first layer."""
+    case, steps = ("gpu", "layer", "batch", "arithmetic"), []
+    for _, products in itertools.groupby(records, key=lambda record: [record[key] for key in case]):
+        each = list(products)
+        sums = {key: sum(record[key] for record in each) for key in ("estimate", "casts", "transposes")}
+        floor = sum(record["seconds"]["HBM"] for record in each)
+        steps.append({key: each[0][key] for key in case} | {"floor": floor} | sums)
+    left_out = ("casts", "transposes", "seconds")
+    first = [record for record in records if all(record[key] == records[0][key] for key in ("layer", "batch"))]
+    return {"results": steps, "kernels": [{k: v for k, v in record.items() if k not in left_out} for record in first]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file; a run of all cases has one in bench/results")
     arguments = parser.parse_args(argv)
     everything = all(getattr(arguments, name) == parser.get_default(name) for name in ("layers", "arithmetic", "gpus"))
-    results = [
+    records = [
         record
         for layer in arguments.layers
         for batch in CASES[layer]
@@ -276,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for record in estimates(layer, batch, arithmetic, arch)
     ]
     versions = {"triton": package_version("triton")}
-    report = {"benchmark": "block_sparse_estimate", "machine": machine.describe() | versions, "results": results}
+    report = {"benchmark": "block_sparse_estimate", "machine": machine.describe() | versions, **summary(records)}
     tables.publish(report, arguments.out or (OUT if everything else None))
     return 0
 

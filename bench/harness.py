@@ -179,13 +179,20 @@ def check(name: str, found: torch.Tensor, reference: torch.Tensor, tolerance: fl
         raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
 
 
-def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """Time a call by the host's clock."""
-    if before is not None:
-        before(name)
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def clock_of(now: Callable[[], float]) -> Clock:
+    """Return the clock that times a call by a function of the time module."""
+
+    def seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
+        if before is not None:
+            before(name)
+        start = now()
+        call()
+        return now() - start
+
+    return seconds
+
+
+host_seconds = clock_of(time.perf_counter)
 
 
 def summarise(groups: Sequence[list[float]]) -> Timing:

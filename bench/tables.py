@@ -293,16 +293,6 @@ def regions(report: Record) -> list[Table]:
 
 def block_sparse_estimate(report: Record) -> list[Table]:
     """Return tables of estimated times of training steps beside their floors, and of what each kernel takes."""
-    results = report["results"]
-    steps: dict[tuple[object, ...], Record] = {}
-    for record in results:
-        case = {key: record[key] for key in ("layer", "batch", "arithmetic", "gpu")}
-        sums = dict.fromkeys(("floor", "estimate", "casts", "transposes"), 0.0)
-        step = steps.setdefault(tuple(case.values()), case | sums)
-        step["floor"] += record["seconds"]["HBM"]
-        step["estimate"] += record["estimate"]
-        step["casts"] += record["casts"]
-        step["transposes"] += record["transposes"]
 
     def us(key: str) -> Callable[[Record], str]:
         return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
@@ -320,22 +310,17 @@ def block_sparse_estimate(report: Record) -> list[Table]:
             "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
             "read and written once. Casts spared are those of float32 values under autocast. NCHW images are "
             "transposed besides, for which the last column has the floor",
-            list(steps.values()),
+            report["results"],
             cases + limits,
         ),
         table(
             "What each kernel takes for the first layer: instructions of the main loop, registers of a thread, warps, "
             "programs that fit on a multiprocessor, programs, MB that they read and write in L2, what bounds the "
             "estimate, and microseconds",
-            [record for record in results if all(record[key] == results[0][key] for key in ("layer", "batch"))],
+            report["kernels"],
             [
                 *cases,
-                ("product", shown("product")),
-                ("loop", shown("loop_instructions")),
-                ("registers", shown("registers")),
-                ("warps", shown("warps")),
-                ("resident", shown("resident")),
-                ("programs", shown("programs")),
+                *((key, shown(key)) for key in ("product", "loop", "registers", "warps", "resident", "programs")),
                 ("L2 MB", lambda record: f"{record['l2_bytes'] / 1e6:.0f}"),
                 ("bound", shown("bound")),
                 ("us", us("estimate")),

@@ -187,7 +187,9 @@ class _Matmul(torch.autograd.Function):
     def compute(x: Tensor, values: Tensor, bias: Tensor | None, _: _Consumer | None, *pattern: Tensor) -> Tensor:
         if x.stride(2) != 1 and not _reads_by_channel(x, values):
             x = _adjacent(x)
-        return _run("block_sparse_matmul", x, values.contiguous(), *pattern[:2], _contiguous(bias))
+        return _run(
+            "block_sparse_matmul", x, values.contiguous(), *pattern[:2], None if bias is None else bias.contiguous()
+        )
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -458,10 +460,6 @@ def _reads_wide_values(x: Any, values: Any) -> bool:
         return False
     half = x.dtype != torch.float64 and torch.get_autocast_dtype(x.device.type).itemsize == 2
     return half and backends.choose(_FAMILY, x.device) == "triton"
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def _cast(*tensors: Any) -> Any:

@@ -9,37 +9,14 @@ from typing import Any
 
 import torch
 
-
-class _Ieee:
-    """IEEE arithmetic inside of float32 products of all backends, as long as a thread wants it."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = threading.Lock(), 0
-        self.before: tuple[str, ...] = ()
-        self.backends: list[Any] = [
-            torch.backends.cuda.matmul,
-            torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-            torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-            torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
-        ]
-
-    def enter(self) -> None:
-        with self.lock:
-            if self.users == 0:
-                self.before = tuple(backend.fp32_precision for backend in self.backends)
-                for backend in self.backends:
-                    backend.fp32_precision = "ieee"
-            self.users += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                for backend, precision in zip(self.backends, self.before, strict=True):
-                    backend.fp32_precision = precision
-
-
-_IEEE = _Ieee()
+_BACKENDS: list[Any] = [
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+]
+_LOCK = threading.Lock()
+_BEFORE: list[list[str]] = []  # the precisions that each thread inside has found
 
 
 @contextmanager
@@ -48,9 +25,15 @@ def ieee_arithmetic(device: torch.device) -> Iterator[None]:
 
     The latter are switches of the process, which the last of several threads restores.
     """
-    _IEEE.enter()
+    with _LOCK:
+        _BEFORE.append([backend.fp32_precision for backend in _BACKENDS])
+        for backend in _BACKENDS:
+            backend.fp32_precision = "ieee"
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        _IEEE.leave()
+        with _LOCK:
+            # Whoever leaves takes the newest entry, so that the oldest, from before all of them, is left to the last.
+            for backend, precision in zip(_BACKENDS, _BEFORE.pop(), strict=True):
+                backend.fp32_precision = precision

@@ -43,16 +43,21 @@ def test_estimates_are_written_and_shown(tmp_path, monkeypatch):
     options = ["--layers", estimate_block_sparse.REFERENCE, "--arithmetic", "bfloat16", "--gpus", "90", "--out"]
     out = tmp_path / "block_sparse_estimate-x.json"
     assert estimate_block_sparse.main([*options, str(out)]) == 0
-    records = json.loads(out.read_text())["results"]
-    assert len(records) == 6
-    for record in records:
-        assert record["estimate"] == max(record["seconds"].values()) >= record["seconds"]["HBM"] > 0
-        assert record["l2_bytes"] >= record["floor_bytes"]
-        assert 0 < record["registers"] <= 255
-        transposed = 0 if record["product"] == "gradient of values" else record["batch"] * 16 * (9 + 9)
-        assert record["transposes"] == pytest.approx(2 * 2 * transposed / 3.35e12)
-        assert record["loop_instructions"] > 20
+    report = json.loads(out.read_text())
     text = generated.section("block_sparse_estimate", tables.RENDERERS, tmp_path)
     assert "not measurements" in text
-    shown = [records[0][name] for name in ("loop_instructions", "registers", "warps", "resident", "programs")]
+    shown = [report["kernels"][0][name] for name in ("loop", "registers", "warps", "resident", "programs")]
     assert f"| forward | {' | '.join(map(str, shown))} |" in text
+    assert len(report["kernels"]) == 3  # those of the first batch
+    for step in report["results"]:
+        records = estimate_block_sparse.estimates(estimate_block_sparse.REFERENCE, step["batch"], "bfloat16", 90)
+        for record in records:
+            assert record["estimate"] == max(record["seconds"].values()) >= record["seconds"]["HBM"] > 0
+            assert record["l2_bytes"] >= record["seconds"]["HBM"] * 3.35e12
+            assert 0 < record["registers"] <= 255
+            transposed = 0 if record["product"] == "gradient of values" else step["batch"] * 16 * (9 + 9)
+            assert record["transposes"] == pytest.approx(2 * 2 * transposed / 3.35e12)
+            assert record["loop"] > 20
+        for key in ("estimate", "transposes"):
+            assert step[key] == pytest.approx(sum(record[key] for record in records))
+        assert step["floor"] == pytest.approx(sum(record["seconds"]["HBM"] for record in records))

@@ -214,21 +214,6 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, 
         assert_only_readers_are_not_finite(results(x, values, bias, grad, problem.pattern)[place], live, pixel)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2], indirect=True)
-@pytest.mark.parametrize("name", ["odd groups", "depthwise", "no sample", "no entries"])
-def test_derivatives_of_first_and_second_order(backend, name):
-    case = CASES[name]
-    small = Case(min(case.batch, 2), min(case.groups, 3), min(case.depth, 3), min(case.width, 2), 3, 4, case.share)
-    problem = make_problem(small)
-    operands = [t.requires_grad_() for t in (problem.x, problem.values, problem.bias)]
-
-    def function(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return ops.block_sparse_matmul(x, values, problem.pattern, bias)
-
-    assert torch.autograd.gradcheck(function, operands)
-    assert torch.autograd.gradgradcheck(function, operands, fast_mode=True)
-
-
 def test_no_gradient_is_computed_that_nobody_wants():
     problem = make_problem(CASES["odd groups"])
     x, values = problem.x.requires_grad_(), problem.values.requires_grad_()

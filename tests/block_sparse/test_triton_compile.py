@@ -4,13 +4,14 @@ The tests call the launcher itself; instead of a launch, the kernel is compiled 
 """
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from bench.ahead_of_time import Driver, Warmed, gpu, resources
+from bench.ahead_of_time import gpu, launches, resources
 from tests.covering import covering, slow
 from tests.triton_runs import CUDA, count, needs_compiler, vectors
 
@@ -88,61 +89,45 @@ def needs_pipelines(arch: int) -> None:
         pytest.skip(f"Triton {triton.__version__} loads no tiles ahead for sm_{arch}")
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> "Compiler":
-    return Compiler(monkeypatch)
+def launch_of(
+    call: Callable[[], object], kernels: Sequence[str], arch: int | str, compiles: bool = True, **replaced: Any
+) -> Launch:
+    """Return the only launch of the kernels in a call, compiled for the GPU."""
+    from loco_ext.triton_kernels import block_sparse
+
+    target = gpu("hip" if arch == AMD else "cuda", arch)
+    ((_, grid, options, compiled),) = launches(call, block_sparse, kernels, target, compiles, **replaced)
+    used = resources(compiled.asm["cubin"]) if compiled is not None and arch != AMD else {}
+    return Launch(grid, options, compiled, used)
 
 
-@dataclass
-class Compiler:
-    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
+def compiled_product(
+    product: str,
+    layer: Layer,
+    dtype: torch.dtype,
+    arch: int | str = 90,
+    tf32: bool = False,
+    compiles: bool = True,
+    multiprocessors: int = 1,
+    wide_values: bool = False,
+) -> Launch:
+    import triton
+    from loco_ext.triton_kernels import block_sparse
+    from loco_ext.triton_kernels.block_sparse_tiles import GpuLimits, puts_fences
 
-    patch: pytest.MonkeyPatch
+    fences = arch == AMD or puts_fences(triton.__version__, divmod(int(arch), 10))
+    capability = 0 if arch == AMD else int(arch) // 10
+    of_gpu = GpuLimits(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
+    replaced = {"_tf32": lambda dtype: tf32, "_gpu": lambda device: of_gpu}
+    arguments = block_sparse, product, layer, dtype, wide_values
+    return launch_of(lambda: call(*arguments), KERNELS, arch, compiles, **replaced)
 
-    def launch(
-        self,
-        product: str,
-        layer: Layer,
-        dtype: torch.dtype,
-        arch: int | str = 90,
-        tf32: bool = False,
-        compiles: bool = True,
-        multiprocessors: int = 1,
-        wide_values: bool = False,
-    ) -> Launch:
-        import triton
-        from loco_ext.triton_kernels import block_sparse
-        from loco_ext.triton_kernels.block_sparse_tiles import GpuLimits, puts_fences
 
-        fences = arch == AMD or puts_fences(triton.__version__, divmod(int(arch), 10))
-        capability = 0 if arch == AMD else int(arch) // 10
-        of_gpu = GpuLimits(SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY), fences, multiprocessors, capability)
-        kernels = {name: Warmed(getattr(block_sparse, name), compiles) for name in KERNELS}
-        with self.patch.context() as patch:
-            target = gpu("hip" if arch == AMD else "cuda", arch)
-            patch.setattr(triton.runtime.driver, "_active", Driver(target))
-            patch.setattr(block_sparse, "_tf32", lambda dtype: tf32)
-            patch.setattr(block_sparse, "_gpu", lambda device: of_gpu)
-            for name, kernel in kernels.items():
-                patch.setattr(block_sparse, name, kernel)
-            call(block_sparse, product, layer, dtype, wide_values)
-        ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
-        used = resources(compiled.asm["cubin"]) if compiles and arch != AMD else {}
-        return Launch(grid, options, compiled, used)
+def compiled_transpose(x: torch.Tensor, dtype: torch.dtype, arch: int | str = 90) -> Launch:
+    """Return the launch that makes the transposed view of ``x`` contiguous."""
+    from loco_ext.triton_kernels import block_sparse
 
-    def transpose(self, x: torch.Tensor, dtype: torch.dtype, arch: int | str = 90) -> Launch:
-        """Return the launch that makes the transposed view of ``x`` contiguous."""
-        import triton
-        from loco_ext.triton_kernels import block_sparse
-
-        kernel = Warmed(block_sparse.transpose_kernel)
-        with self.patch.context() as patch:
-            target = gpu("hip" if arch == AMD else "cuda", arch)
-            patch.setattr(triton.runtime.driver, "_active", Driver(target))
-            patch.setattr(block_sparse, "transpose_kernel", kernel)
-            block_sparse.block_sparse_transposed(x.transpose(1, 2), dtype)
-        ((grid, options, compiled),) = kernel.launches
-        return Launch(grid, options, compiled, {} if arch == AMD else resources(compiled.asm["cubin"]))
+    return launch_of(lambda: block_sparse.block_sparse_transposed(x.transpose(1, 2), dtype), ["transpose_kernel"], arch)
 
 
 def call(module: Any, product: str, layer: Layer, dtype: torch.dtype, wide_values: bool) -> None:
@@ -206,9 +191,9 @@ def assert_two_programs_fit(launch: Launch, arch: int) -> None:
     ],
     ids=str,
 )
-def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, arch, dtype, wide_values):
+def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(product, arch, dtype, wide_values):
     needs_pipelines(arch)
-    launch = compiler.launch(product, REFERENCE, dtype, arch, wide_values=wide_values)
+    launch = compiled_product(product, REFERENCE, dtype, arch, wide_values=wide_values)
     assert launch.form.samples == 256
     # There, operands take registers, so that a product sums over half of the channels at a time.
     assert launch.form.parts == (2 if arch in (80, 120) and product != "value gradient" else 1)
@@ -237,9 +222,9 @@ ORDINARY = [("odd", "half", 90, "value gradient"), ("depthwise", "half", 90, "fo
     ("layer", "arithmetic", "arch", "product"),
     [*ORDINARY, *(slow(each) for each in EVERYWHERE if each not in ORDINARY)],
 )
-def test_every_layer_fits_on_the_gpu(compiler, layer, arithmetic, arch, product):
+def test_every_layer_fits_on_the_gpu(layer, arithmetic, arch, product):
     dtype, tf32 = ARITHMETIC[arithmetic]
-    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32, wide_values=arithmetic == "wide values")
+    launch = compiled_product(product, LAYERS[layer], dtype, arch, tf32, wide_values=arithmetic == "wide values")
     assert launch.shared <= SHARED_MEMORY[arch]
     assert launch.resources["REG"] * launch.threads <= REGISTERS
     assert launch.resources["STACK"] <= 64
@@ -282,12 +267,12 @@ def test_a_gradients_tile_is_narrower_if_the_whole_batch_then_fits(batch, tf32, 
     ("product", "arch"),
     [("forward", 90), *map(slow, [("forward", 80), ("input gradient", 80), ("value gradient", 100), ("forward", 100)])],
 )
-def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, product, arch):
+def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(product, arch):
     needs_pipelines(arch)
-    ieee = compiler.launch(product, REFERENCE, F32, arch)
+    ieee = compiled_product(product, REFERENCE, F32, arch)
     assert ieee.count(r"\bfma\.rn\.f32") > 0
     assert ieee.count(r"tf32") == 0
-    tf32 = compiler.launch(product, REFERENCE, F32, arch, tf32=True)
+    tf32 = compiled_product(product, REFERENCE, F32, arch, tf32=True)
     assert tf32.count(r"\bfma\.rn\.f32") == 0
     assert tf32.count(TENSOR_CORES[arch] + r"\S*tf32") > 0
     assert tf32.resources["STACK"] == 0
@@ -318,8 +303,8 @@ def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
 @pytest.mark.parametrize(
     ("product", "arch"), [("forward", 90), slow(("input gradient", 80)), slow(("value gradient", 100))]
 )
-def test_float64_is_multiplied_in_float64(compiler, product, arch):
-    launch = compiler.launch(product, REFERENCE, F64, arch)
+def test_float64_is_multiplied_in_float64(product, arch):
+    launch = compiled_product(product, REFERENCE, F64, arch)
     tensor_cores = launch.count(r"mma\.sync\S*f64\.f64\.f64\.f64")
     assert tensor_cores > 0 if arch in (80, 90) else launch.count(r"\bfma\.rn\S*f64") > 0
     assert launch.count(r"tcgen05|f32") == 0
@@ -334,9 +319,9 @@ def test_float64_is_multiplied_in_float64(compiler, product, arch):
     ],
     ids=str,
 )
-def test_copies_are_as_large_as_what_divides_all_sizes(compiler, layer, dtype, largest):
+def test_copies_are_as_large_as_what_divides_all_sizes(layer, dtype, largest):
     """Odd strides of activations leave blocks in vectors."""
-    launch = compiler.launch("forward", layer, dtype, 80)
+    launch = compiled_product("forward", layer, dtype, 80)
     assert launch.count(COPIES.format(largest)) > 0
     assert largest == 16 or launch.count(COPIES.format(16)) == 0
     if layer.odd:
@@ -347,8 +332,8 @@ def test_copies_are_as_large_as_what_divides_all_sizes(compiler, layer, dtype, l
 @pytest.mark.parametrize(
     ("product", "dtype"), [("forward", BF16), ("value gradient", F32), slow(("input gradient", BF16))], ids=str
 )
-def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, product, dtype):
-    launch = compiler.launch(product, LAYERS["depthwise"], dtype)
+def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(product, dtype):
+    launch = compiled_product(product, LAYERS["depthwise"], dtype)
     assert launch.count(r"mma") == 0
     assert launch.count(r"ld\.global\S*\.v4\.b32") > 0
     assert launch.resources["REG"] <= 128
@@ -364,8 +349,8 @@ def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, p
         ("value gradient", Layer(250, 64, 64, groups=64), 256, 1),
     ],
 )
-def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, layer, samples, slices):
-    launch = compiler.launch(product, layer, BF16, compiles=False, multiprocessors=132)
+def test_a_small_layer_has_programs_for_more_multiprocessors(product, layer, samples, slices):
+    launch = compiled_product(product, layer, BF16, compiles=False, multiprocessors=132)
     assert (launch.form.samples, launch.form.slices) == (samples, slices)
 
 
@@ -378,8 +363,8 @@ def test_a_small_layer_has_programs_for_more_multiprocessors(compiler, product, 
         *map(slow, [("input gradient", "double", "reference"), ("value gradient", "double", "depthwise")]),
     ],
 )
-def test_kernels_compile_for_amd(compiler, product, arithmetic, layer):
-    launch = compiler.launch(product, LAYERS[layer], ARITHMETIC[arithmetic][0], AMD)
+def test_kernels_compile_for_amd(product, arithmetic, layer):
+    launch = compiled_product(product, LAYERS[layer], ARITHMETIC[arithmetic][0], AMD)
     text = launch.compiled.asm["amdgcn"]
     assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]
     assert launch.shared <= AMD_SHARED_MEMORY
@@ -393,8 +378,8 @@ TRANSPOSED = [(BF16, BF16), (F32, BF16), (BF16, F32), (F32, F32), (F64, F64)]
 @pytest.mark.parametrize(
     ("sizes", "dtypes", "arch"), covering([(64, 1024), (1024, 64), (16, 4096), (512, 16)], TRANSPOSED, CUDA), ids=str
 )
-def test_transposing_loads_and_stores_16_bytes_at_a_time(compiler, sizes, dtypes, arch):
-    launch = compiler.transpose(torch.empty(3, *sizes, dtype=dtypes[0]), dtypes[1], arch)
+def test_transposing_loads_and_stores_16_bytes_at_a_time(sizes, dtypes, arch):
+    launch = compiled_transpose(torch.empty(3, *sizes, dtype=dtypes[0]), dtypes[1], arch)
     assert launch.grid == (3 * sizes[0] * sizes[1] // 4096,)
     loads, stores = (4096 * dtype.itemsize // (16 * 128) for dtype in dtypes)  # of each of 128 threads
     assert vectors(launch.compiled.asm["ptx"]) == (loads, stores)
@@ -406,9 +391,9 @@ def test_transposing_loads_and_stores_16_bytes_at_a_time(compiler, sizes, dtypes
 
 
 @pytest.mark.parametrize("arch", [90, *map(slow, [80, 100, AMD])])
-def test_transposing_odd_sizes_has_vectors_on_the_even_side(compiler, arch):
+def test_transposing_odd_sizes_has_vectors_on_the_even_side(arch):
     odd = torch.empty(3, 64, 49, dtype=BF16), torch.empty(3, 49, 64, dtype=BF16)
-    launches = [compiler.transpose(x, BF16, arch) for x in odd]
+    launches = [compiled_transpose(x, BF16, arch) for x in odd]
     if arch != AMD:
         assert [vectors(launch.compiled.asm["ptx"]) for launch in launches] == [(0, 4), (4, 0)]
         assert all(launch.resources["STACK"] == 0 for launch in launches)

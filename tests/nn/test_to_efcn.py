@@ -86,23 +86,6 @@ def test_more_pixels_change_nothing_at_first(name, relax):
     assert deviation(efcn).delta_locality == 0
 
 
-@pytest.mark.slow
-def test_efcns_are_copied_saved_compiled_and_exported():
-    model, x = make("volumes", torch.float64)
-    efcn = to_efcn(model, x, 1)
-    with torch.no_grad():
-        for parameter in efcn.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    expected = efcn(x)
-    other = to_efcn(model, x, 1)
-    other.load_state_dict(efcn.state_dict())
-    assert torch.equal(other(x), expected)
-    assert torch.equal(copy.deepcopy(efcn)(x), expected)
-    compiled = torch.compile(efcn, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
-    torch.testing.assert_close(torch.export.export(efcn, (x,)).module()(x), expected)
-
-
 def test_only_the_chosen_layers_change():
     model, x = make("resnet18", torch.float32)
     efcn = to_efcn(model, x, layers=["0", "4.residual"])

@@ -5,6 +5,7 @@ The tests call the launcher itself; instead of a launch, the kernel is compiled 
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
-from bench.ahead_of_time import Driver, Warmed, gpu, resources
+from bench.ahead_of_time import gpu, launches, resources
 from loco_ext import geometry
 from tests.covering import slow
 from tests.triton_runs import count, needs_compiler, vectors
@@ -30,18 +31,13 @@ class Compiler:
 
     def launch(self, backend: str, arch: int | str, weight: Tensor, operator: str, *arguments: Any):
         """Return the grid, the options and the compiled kernel."""
-        import triton
         from loco_ext.triton_kernels import ring_prox
 
+        call = partial(getattr(ring_prox, operator), weight, rings_of(weight), *arguments)
         with self.patch.context() as patch:
-            patch.setattr(triton.runtime.driver, "_active", Driver(gpu(backend, arch)))
             patch.setattr(torch.version, "hip", "7.0" if backend == "hip" else None)
-            patch.setattr(ring_prox, "_UPLOADS", Uploads())
-            kernels = {name: Warmed(getattr(ring_prox, name)) for name in ("norms_kernel", "prox_kernel")}
-            for name, kernel in kernels.items():
-                patch.setattr(ring_prox, name, kernel)
-            getattr(ring_prox, operator)(weight, rings_of(weight), *arguments)
-        (launched,) = [launch for kernel in kernels.values() for launch in kernel.launches]
+            kernels, target = ("norms_kernel", "prox_kernel"), gpu(backend, arch)
+            ((_, *launched),) = launches(call, ring_prox, kernels, target, _UPLOADS=Uploads())
         return launched
 
     def prox(
