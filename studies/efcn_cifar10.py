@@ -18,7 +18,7 @@ import typer
 from torch.nn.functional import cross_entropy
 
 from bench import harness
-from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments import efcn, efcn_figures, figures
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
@@ -110,11 +110,11 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
         step_seconds=steps,
         networks=summaries.efcn(networks),
     )
-    figures = runs / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    efcn_figures.save(networks, figures)
+    drawn = runs / "figures"
+    drawn.mkdir(parents=True, exist_ok=True)
+    figures.save(efcn_figures.draw(networks), drawn)
     for name in FIGURES:
-        shutil.copy(figures / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
+        shutil.copy(drawn / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
 
 
 def main(

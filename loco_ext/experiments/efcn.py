@@ -27,7 +27,7 @@ from loco_ext.analysis import gradient_norm, interpolate, only_blocks, top_hessi
 from loco_ext.analysis.interpolation import METHODS
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_weights, save_weights
 from loco_ext.errors import first_line
-from loco_ext.experiments import efcn_figures, run
+from loco_ext.experiments import efcn_figures, figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.efcn_pictures import corner_of, filter_of
 from loco_ext.experiments.efcn_settings import CNN, FCN, FULL, LCN, EfcnSettings
@@ -71,7 +71,7 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
         record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
         write_json(out / "efcn.json", record, indent=None)
         record = read(out / "efcn.json")
-        efcn_figures.save(record, out)
+        figures.save(efcn_figures.draw(record), out)
     return record
 
 

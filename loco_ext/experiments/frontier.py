@@ -231,7 +231,7 @@ def measure(
             {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
         ]
         write_json(out / "frontier.json", record)
-        figures.save(record, out)
+        figures.save(figures.draw(record), out)
     return record
 
 

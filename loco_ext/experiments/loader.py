@@ -118,7 +118,7 @@ class Loader:
             yield self.normalization(images), self.labels[own], len(own) * self.processes / len(batch)
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the epoch's order of the samples and, of each sample, the corner of its crop and whether to flip it."""
+        """Return the order of the samples and, of each sample, the corner of its crop and whether it is flipped."""
         count = len(self.labels)
         (state,) = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state))

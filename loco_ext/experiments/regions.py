@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typer import Option
 
-from loco_ext.experiments import data, files, region_pictures
+from loco_ext.experiments import data, figures, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
-from loco_ext.experiments.figures import write
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
@@ -169,7 +168,7 @@ def measure(
             for arm in arms
         ]
         record["arms"] = summarise(record["networks"])
-        write(region_pictures.radii(record["arms"]), out / "regions.png")
+        figures.save(region_pictures.draw(record), out)
         if settings.toy:
             region_pictures.save_toy(out / "toy.png")
         write_json(out / "regions.json", record)  # last: the experiment is done where it is
