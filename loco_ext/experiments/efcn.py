@@ -50,14 +50,12 @@ EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
     """Train and measure all networks, or resume those in ``out``; write the files listed above there.
 
-    Returns:
-        The content of ``efcn.json``.
+    The result is the content of ``efcn.json``.
 
     Raises:
-        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
-            ``resume``, any experiment; files in it cannot be read.
+        SettingsError: settings do not fit the data or the model, or as for :func:`loco_ext.experiments.records.begin`.
         MemoryError: a lifted network would take more than half of the free memory.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+        OSError: as for :func:`loco_ext.folders.owned`.
     """
     settings.training.check_data(data)
     processes = Processes(torch.device(device))

@@ -54,13 +54,11 @@ SEED = 0  # seed of the random numbers of all measurements, the same for all net
 def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
     """Train and measure all networks, or resume those in ``out``; write the files listed above there.
 
-    Returns:
-        The content of ``landscapes.json``.
+    The result is the content of ``landscapes.json``.
 
     Raises:
-        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
-            ``resume``, any experiment; files in it cannot be read.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+        SettingsError: settings do not fit the data or the model, or as for :func:`loco_ext.experiments.records.begin`.
+        OSError: as for :func:`loco_ext.folders.owned`.
     """
     settings.training.check_data(data)
     if data.size < 2:

@@ -150,12 +150,8 @@ def measure(
 ) -> dict[str, Any]:
     """Train and measure all networks, or those that ``out`` lacks; write the files listed above there.
 
-    Returns:
-        The content of ``regions.json``.
-
-    Raises:
-        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+    The result is the content of ``regions.json``. Errors are those of :func:`loco_ext.experiments.records.begin` and
+    :func:`loco_ext.folders.owned`.
     """
     processes = Processes(torch.device(device))
     with owned(out):
