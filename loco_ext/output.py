@@ -109,6 +109,23 @@ def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
     return parts
 
 
+def setting_text(value: Any, separator: str = ",") -> str:
+    """Return a setting as text.
+
+    >>> setting_text((70, 140)), setting_text(()), setting_text(True), setting_text({"0": [1.0, 0.5]}, ", ")
+    ('70,140', 'none', 'yes', '0: 1, 0.5')
+    """
+    if value is None or value in ((), []):
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return separator.join(setting_text(each, separator) for each in value)
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {setting_text(entry, separator)}" for name, entry in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def cell(value: float | None, form: str) -> str:
     """Return the text of a table's cell, empty for None.
 

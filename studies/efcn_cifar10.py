@@ -4,8 +4,10 @@
 
 The VanillaCNN is trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100, on all 50,000 training
 images. The studies are "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10,
-where a curvature takes a few Hessian-vector products; "full" also has the fully connected network from scratch. All
-start from the same training of the CNN, that of the first study.
+where a curvature takes a few Hessian-vector products; "full" also has the fully connected network from scratch. The
+study "paths" is the paper's figure 12: it goes from the trained CNN to what is trained on from epoch 10, the CNN itself
+and one without weight sharing, and has a report of its own. All start from the same training of the CNN, that of the
+first study.
 """
 
 import shutil
@@ -18,7 +20,7 @@ import typer
 from torch.nn.functional import cross_entropy
 
 from bench import harness
-from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments import efcn, efcn_figures, figures
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
@@ -31,6 +33,7 @@ EPOCHS, BRANCH_EPOCHS = 30, 10
 SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
 LANDSCAPE_SAMPLES, POWER_ITERATIONS = 1000, 50
 FEW_POWER_ITERATIONS = 10
+PATHS, PATHS_SWITCH_TIMES, POINTS, STRING_STEPS = "paths", (10,), 11, 100
 RADIUS = "2"
 RELAXATIONS: dict[str, str | int] = {"lcn": "sharing", RADIUS: int(RADIUS), "full": "all"}
 EFFORT = harness.Effort(min_rounds=8, min_seconds=0.0, warmup=1, builds=2)
@@ -43,14 +46,16 @@ def studies() -> dict[str, EfcnSettings]:
     def study(relax: str, **options: Any) -> EfcnSettings:
         values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
         values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
-        values |= {"interpolation_points": 0}  # studies.efcn_paths_cifar10 measures the interpolations
+        values |= {"interpolation_points": 0}
         return efcn_preset("paper", relaxations=(relax,), **values | options)
 
+    on_path = {"switch_times": PATHS_SWITCH_TIMES, "interpolation_points": POINTS, "string_steps": STRING_STEPS}
     few = {"switch_times": FEW_SWITCH_TIMES, "power_iterations": FEW_POWER_ITERATIONS}
     return {
         "lcn": study("lcn"),
         "grown": study(RADIUS, **few),
         "full": study("full", fcn_epochs=BRANCH_EPOCHS, **few),
+        PATHS: study("lcn", power_iterations=0, **on_path),
     }
 
 
@@ -110,27 +115,31 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
         step_seconds=steps,
         networks=summaries.efcn(networks),
     )
-    figures = runs / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    efcn_figures.save(networks, figures)
+    drawn = runs / "figures"
+    drawn.mkdir(parents=True, exist_ok=True)
+    figures.save(efcn_figures.draw(networks), drawn)
     for name in FIGURES:
-        shutil.copy(figures / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
+        shutil.copy(drawn / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
 
 
 def main(
     data: Data,
     runs: Runs = Path("runs/efcn_cifar10"),
     out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
-    only: Annotated[str | None, typer.Option(help="Run only this study, and write no report.")] = None,
+    only: Annotated[str | None, typer.Option(help="Run only this study; only paths has a report then.")] = None,
     without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
     device: Device = "cpu",
 ) -> None:
-    """Run the studies, write the JSON file and figures beside it, print the tables."""
+    """Run the studies, write their JSON files and figures beside them, print the tables."""
     dataset, records = load("cifar10", data), {}
     for name, settings in studies().items():
         if name not in without and only in (None, name):
             share_cnn(runs / next(iter(studies())), runs / name)
             records[name] = efcn.measure(settings, dataset, runs / name, device, resume=True)
+    if (record := records.pop(PATHS, None)) is not None:
+        networks = [summaries.paths(branch) for branch in record["branches"]]
+        report = out.with_name(out.name.replace("efcn_cifar10", "efcn_paths"))
+        tables.publish("efcn_paths", report, settings=record["settings"], networks=networks)
     if only is None:
         save(records, step_seconds(studies()["lcn"], dataset), runs, out)
 

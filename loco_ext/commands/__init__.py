@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError, name_options
-from loco_ext.output import json_text, one_line, print_table, quiet
+from loco_ext.output import json_text, one_line, print_table, quiet, setting_text
 from loco_ext.version import __version__
 
 COMMANDS = {
@@ -246,20 +246,10 @@ def _defaults(values: Mapping[str, Any]) -> str:
     >>> _defaults({"paper": 250, "quick": 8}), _defaults({"paper": (70, 140), "quick": (70, 140)})
     ('paper: 250; quick: 8', '70,140')
     """
-    texts = {name: _text(value) for name, value in values.items()}
+    texts = {name: setting_text(value) for name, value in values.items()}
     if len(set(texts.values())) > 1:
         return "; ".join(f"{name}: {text}" for name, text in texts.items())
     return "".join(set(texts.values()))
-
-
-def _text(value: Any) -> str:
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ",".join(map(_text, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager

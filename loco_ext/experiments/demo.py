@@ -8,7 +8,7 @@ other uses this package's SGD with a decay map that is small at the centre of ea
 import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from torch import nn
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import save_checkpoint
 from loco_ext.experiments import data, demo_budget, demo_networks, lifting, settings
+from loco_ext.experiments.demo_networks import DemoNetwork
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import provenance
+from loco_ext.experiments.records import Record, provenance
 from loco_ext.experiments.train import make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import write_json
@@ -53,20 +54,12 @@ class DemoSettings:
         )
 
 
-class Training(NamedTuple):
-    """One of the two networks, the settings that trained it, and what is reported of it."""
-
-    model: nn.Module
-    settings: settings.Settings
-    network: demo_networks.DemoNetwork
-
-
 class DemoResults(NamedTuple):
-    """The two networks, a third one with a given budget, and the second one after it was given unshared weights."""
+    """The two networks, and the records of one with a given budget and of the second one with unshared weights."""
 
-    networks: list[demo_networks.DemoNetwork]
-    shrunk: demo_budget.ShrunkDemo
-    lifted: lifting.Lifted
+    networks: list[DemoNetwork]
+    smaller: Record
+    lifted: Record
 
 
 def run(settings: DemoSettings, out: Path) -> DemoResults:
@@ -83,42 +76,38 @@ def run(settings: DemoSettings, out: Path) -> DemoResults:
     # With one thread, sums do not depend on the number of cores, and networks this small gain nothing from more.
     with owned(out), num_threads(1):
         samples, processes = data.load("digits", None), Processes(torch.device(settings.device))
-        trainings = train_both(settings, samples, processes)
-        ordinary, local = trainings
-        shrunk = demo_budget.shrink(ordinary.model, samples, ordinary.settings, processes)
-        lifted = lifting.lift(local.model, samples, local.settings, processes)
-        results = DemoResults([training.network for training in trainings], shrunk, lifted)
-        for training in trainings:
-            state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
-            save_checkpoint(out / f"{training.network.name}.pt", state)
-        sparsity.save(shrunk.network, out / "smaller", shrunk.report)
-        demo_networks.save_figure(results.networks, out / "demo.png")
+        models, networks = train_both(settings, samples, processes)
+        smaller, report, costs = demo_budget.shrink(models[0], samples, settings.training(None), processes)
+        lifted = lifting.lift(models[1], samples, settings.training(settings.locality), processes)
+        results = DemoResults(networks, costs, lifted)
+        for model, network in zip(models, networks, strict=True):
+            state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+            save_checkpoint(out / f"{network.name}.pt", state)
+        sparsity.save(smaller, out / "smaller", report)
+        demo_networks.save_figure(networks, out / "demo.png")
         write_json(out / "demo.json", to_dict(settings, results))
     return results
 
 
 def print_tables(results: DemoResults) -> None:
     """Print the tables of the two networks, of the smaller one and of the lifted one."""
-    demo_budget.print_shrunk(results.shrunk)
+    demo_budget.print_shrunk(results.smaller)
     demo_networks.print_networks(results.networks)
     lifting.print_lifted(results.lifted)
 
 
-def to_dict(settings: DemoSettings, results: DemoResults) -> dict[str, Any]:
+def to_dict(settings: DemoSettings, results: DemoResults) -> Record:
     """Return the settings, commit, versions and all measurements as plain data."""
-    return {
-        "settings": asdict(settings),
-        **provenance(),
-        "networks": [asdict(network) for network in results.networks],
-        "smaller": results.shrunk.to_dict(),
-        "lifted": results.lifted.to_dict(),
-    }
+    networks = [asdict(network) for network in results.networks]
+    return {"settings": asdict(settings), **provenance(), **results._asdict(), "networks": networks}
 
 
-def train_both(demo: DemoSettings, samples: data.Dataset, processes: Processes) -> list[Training]:
+def train_both(
+    demo: DemoSettings, samples: data.Dataset, processes: Processes
+) -> tuple[list[nn.Module], list[DemoNetwork]]:
     """Train the two networks, which begin equal, one after the other, and describe each."""
     start = make_model(demo.training(None), samples).to(processes.device)
-    trainings = []
+    models, networks = [], []
     for name, locality in (("ordinary", None), ("locality", demo.locality)):
         setting, model = demo.training(locality), copy.deepcopy(start)
         if locality is None:
@@ -128,6 +117,6 @@ def train_both(demo: DemoSettings, samples: data.Dataset, processes: Processes) 
             optimizer = make_optimizer(setting, model)
         history = train(model, optimizer, samples, setting, processes, label=name)
         accuracies = [epoch.test_accuracy for epoch in history]
-        network = demo_networks.describe(name, model, optimizer, locality or (1.0, 1.0), accuracies)
-        trainings.append(Training(model, setting, network))
-    return trainings
+        models.append(model)
+        networks.append(demo_networks.describe(name, model, optimizer, locality or (1.0, 1.0), accuracies))
+    return models, networks

@@ -27,7 +27,7 @@ from loco_ext.analysis import gradient_norm, interpolate, only_blocks, top_hessi
 from loco_ext.analysis.interpolation import METHODS
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_weights, save_weights
 from loco_ext.errors import first_line
-from loco_ext.experiments import efcn_figures, run
+from loco_ext.experiments import efcn_figures, figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.efcn_pictures import corner_of, filter_of
 from loco_ext.experiments.efcn_settings import CNN, FCN, FULL, LCN, EfcnSettings
@@ -50,14 +50,12 @@ EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
     """Train and measure all networks, or resume those in ``out``; write the files listed above there.
 
-    Returns:
-        The content of ``efcn.json``.
+    The result is the content of ``efcn.json``.
 
     Raises:
-        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
-            ``resume``, any experiment; files in it cannot be read.
+        SettingsError: settings do not fit the data or the model, or as for :func:`loco_ext.experiments.records.begin`.
         MemoryError: a lifted network would take more than half of the free memory.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+        OSError: as for :func:`loco_ext.folders.owned`.
     """
     settings.training.check_data(data)
     processes = Processes(torch.device(device))
@@ -71,7 +69,7 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
         record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
         write_json(out / "efcn.json", record, indent=None)
         record = read(out / "efcn.json")
-        efcn_figures.save(record, out)
+        figures.save(efcn_figures.draw(record), out)
     return record
 
 

@@ -1,7 +1,6 @@
 """Figures of the eFCN experiment, after the paper's figures 2 to 8 and 12, drawn from the content of ``efcn.json``."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loco_ext.experiments.efcn_settings import CNN
-from loco_ext.experiments.figures import finish, write
+from loco_ext.experiments.figures import finish
 
 Record = dict[str, Any]
 MARKERS = "x+^sd*"
@@ -21,12 +20,6 @@ PANELS = {
     "test_accuracy": "test accuracy",
 }
 MOST = 4  # maximum number of switch times in a figure with a row or column for each
-
-
-def save(record: Record, out: Path) -> None:
-    """Write a PNG for each figure that the record has data for."""
-    for name, figure in draw(record):
-        write(figure, out / f"{name}.png")
 
 
 def draw(record: Record) -> Iterator[tuple[str, Figure]]:

@@ -1,6 +1,6 @@
-"""Figures of the frontier, after those of the structured-sparsity draft: 1 (widths), 3 (sizes), 4 and 5 (errors)."""
+"""Style and files of figures; those of the frontier, after the structured-sparsity draft's figures 1 and 3 to 5."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,18 @@ Record = dict[str, Any]
 Series = dict[str, list[Record]]  # points of one method, by label of their line
 
 
-def save(record: Record, out: Path) -> None:
-    """Write ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
-    for name, figure in filters_left(record):
-        write(figure, out / f"{name}.png")
-    write(errors({"": by_tau(record)}, dense_path(record)["macs"]), out / "errors.png")
-
-
 def dense_path(record: Record) -> Record:
     """Return the path that starts from the network with the most MACs, whatever the order of the widths."""
     return max(record["paths"], key=lambda path: path["macs"])
 
 
-def filters_left(record: Record) -> Iterator[tuple[str, Figure]]:
-    """Yield ``widths`` and ``sizes`` with their figures, which show the points of the largest tau, if any."""
+def draw(record: Record) -> Iterator[tuple[str, Figure]]:
+    """Yield ``widths`` and ``sizes``, which show the points of the largest tau, if any, and ``errors``."""
     if points := with_largest_tau(record):
         tau = f", tau = {points[0]['tau']:g}" if points[0]["tau"] > 0 else ""
         yield "widths", widths(points, f"Filters left by layer and strength{tau}")
         yield "sizes", sizes(points, f"Filters of each size by layer and strength{tau}")
+    yield "errors", errors({"": by_tau(record)}, dense_path(record)["macs"])
 
 
 def with_largest_tau(record: Record) -> list[Record]:
@@ -143,6 +137,12 @@ def finish(axes: Axes, legend: str | None = None, *, whole: bool = False, percen
     axes.spines[["top", "right"]].set_visible(False)
     if legend is not None:
         axes.legend(frameon=False, fontsize=legend, **where)
+
+
+def save(drawn: Iterable[tuple[str, Figure]], out: Path) -> None:
+    """Write a PNG for each name and figure to a folder."""
+    for name, figure in drawn:
+        write(figure, out / f"{name}.png")
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -3,6 +3,10 @@
 CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 in
 row-major order. MNIST and Fashion-MNIST: idx files, a header of big-endian integers followed by the bytes, plain or
 gzipped.
+
+A reader takes the folder with the files, or the one in which their archive or torchvision has put a folder with them.
+It returns training and test samples: uint8 images, [N, C, H, W], and labels from 0 on. It raises DataError, which names
+the file, for one that cannot be read.
 """
 
 import gzip
@@ -28,17 +32,7 @@ class DataError(UserError, ValueError):
 
 
 def cifar10(folder: Path) -> tuple[Samples, Samples]:
-    """Read CIFAR-10: ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, 10,000 records each.
-
-    Args:
-        folder: holds the files, or ``cifar-10-batches-bin`` with them, as the archive unpacks.
-
-    Returns:
-        ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 9.
-
-    Raises:
-        DataError: a file cannot be read; the message names it.
-    """
+    """Read CIFAR-10: ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, 10,000 records each."""
     folder = _find_folder(folder, "cifar-10-batches-bin", "data_batch_1.bin")
     batches = [_cifar(folder / f"data_batch_{number}.bin", 10_000, 1, 10) for number in range(1, 6)]
     train = Samples(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
@@ -46,52 +40,24 @@ def cifar10(folder: Path) -> tuple[Samples, Samples]:
 
 
 def cifar100(folder: Path) -> tuple[Samples, Samples]:
-    """Read CIFAR-100 with its 100 fine labels: ``train.bin``, 50,000 records, and ``test.bin``, 10,000.
-
-    Args:
-        folder: holds the files, or ``cifar-100-binary`` with them, as the archive unpacks.
-
-    Returns:
-        ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 99.
-
-    Raises:
-        DataError: a file cannot be read; the message names it.
-    """
+    """Read CIFAR-100 with its 100 fine labels: ``train.bin``, 50,000 records, and ``test.bin``, 10,000."""
     folder = _find_folder(folder, "cifar-100-binary", "train.bin")
     return _cifar(folder / "train.bin", 50_000, 2, 100), _cifar(folder / "test.bin", 10_000, 2, 100)
 
 
 def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
-    """Read Fashion-MNIST, its 28x28 images resized bilinearly to 32x32 (LOCO-REG, section 7).
-
-    Args:
-        folder: holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two ``t10k`` files, each plain or
-            with ``.gz``; or ``FashionMNIST/raw`` with them, as torchvision leaves them.
-
-    Returns:
-        ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 32, 32], and labels 0 to 9.
-
-    Raises:
-        DataError: a file cannot be read; the message names it.
-    """
-    folder = _find_folder(folder, "FashionMNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
-    train, test = _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
+    """Read Fashion-MNIST as :func:`mnist`, its images resized bilinearly to 32x32 (LOCO-REG, section 7)."""
+    train, test = _mnist(folder, "FashionMNIST/raw")
     return _resized(train), _resized(test)
 
 
 def mnist(folder: Path) -> tuple[Samples, Samples]:
-    """Read MNIST.
+    """Read MNIST's four files such as ``train-images-idx3-ubyte``, each plain or with ``.gz``; images are 28x28."""
+    return _mnist(folder, "MNIST/raw")
 
-    Args:
-        folder: holds the four idx files, named as those of Fashion-MNIST; or ``MNIST/raw`` with them.
 
-    Returns:
-        ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 28, 28], and labels 0 to 9.
-
-    Raises:
-        DataError: a file cannot be read; the message names it.
-    """
-    folder = _find_folder(folder, "MNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
+def _mnist(folder: Path, inner: str) -> tuple[Samples, Samples]:
+    folder = _find_folder(folder, inner, "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
     return _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
 
 

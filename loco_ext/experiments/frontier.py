@@ -213,14 +213,12 @@ def measure(
 ) -> dict[str, Any]:
     """Train and measure all points, or resume those in ``out``; write the files listed above there.
 
-    Returns:
-        The content of ``frontier.json``.
+    The result is the content of ``frontier.json``.
 
     Raises:
-        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
-            ``resume``, any experiment; files in it cannot be read.
+        SettingsError: settings do not fit the data or the model, or as for :func:`loco_ext.experiments.records.begin`.
         DivergedError: the loss of a training is not finite; its last good epoch is left.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+        OSError: as for :func:`loco_ext.folders.owned`.
     """
     settings.training.check_data(data)
     processes = Processes(torch.device(device))
@@ -231,7 +229,7 @@ def measure(
             {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
         ]
         write_json(out / "frontier.json", record)
-        figures.save(record, out)
+        figures.save(figures.draw(record), out)
     return record
 
 

@@ -31,7 +31,7 @@ from loco_ext.analysis import (
 )
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.checkpoints import save_weights
-from loco_ext.experiments import landscapes_figures, run
+from loco_ext.experiments import figures, landscapes_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
 from loco_ext.experiments.loader import Normalization
@@ -54,13 +54,11 @@ SEED = 0  # seed of the random numbers of all measurements, the same for all net
 def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
     """Train and measure all networks, or resume those in ``out``; write the files listed above there.
 
-    Returns:
-        The content of ``landscapes.json``.
+    The result is the content of ``landscapes.json``.
 
     Raises:
-        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
-            ``resume``, any experiment; files in it cannot be read.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+        SettingsError: settings do not fit the data or the model, or as for :func:`loco_ext.experiments.records.begin`.
+        OSError: as for :func:`loco_ext.folders.owned`.
     """
     settings.training.check_data(data)
     if data.size < 2:
@@ -75,7 +73,7 @@ def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str,
         record["arms"] = summaries(record["networks"])
         write_json(out / "landscapes.json", record, indent=None)
         record = read(out / "landscapes.json")
-        landscapes_figures.save(record, out)
+        figures.save(landscapes_figures.draw(record), out)
     return record
 
 
@@ -318,8 +316,8 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of a table of all arms: means over seeds, plus or minus their standard errors."""
     headers = ["arm", "accuracy", "TV", *FAMILIES, "ablation", "Lemma 1"]
     cells = []
-    for arm, figures in record["arms"].items():
-        percents = [with_error(figures[name], ".1f", 100) for name in ("accuracy", *FAMILIES)]
-        others = [with_error(figures[name], ".2g") for name in ("total_variation", "ablation", "spearman")]
+    for arm, summary in record["arms"].items():
+        percents = [with_error(summary[name], ".1f", 100) for name in ("accuracy", *FAMILIES)]
+        others = [with_error(summary[name], ".2g") for name in ("total_variation", "ablation", "spearman")]
         cells.append([arm, percents[0], others[0], *percents[1:], *others[1:]])
     return headers, cells

@@ -1,7 +1,6 @@
 """Figures of the experiment with importance landscapes: heatmaps and curves, as in the paper's figures 3 to 6."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,15 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from loco_ext.analysis.corruptions import CORRUPTIONS, FAMILIES, LEVELS
-from loco_ext.experiments.figures import finish, write
+from loco_ext.experiments.figures import finish
 
 Record = dict[str, Any]
-
-
-def save(record: Record, out: Path) -> None:
-    """Write a PNG for each figure that the record has data for."""
-    for name, figure in draw(record):
-        write(figure, out / f"{name}.png")
 
 
 def draw(record: Record) -> Iterator[tuple[str, Figure]]:

@@ -27,7 +27,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
     An experiment may be resumed with the code of another commit, which is then recorded in the place of the first.
 
     Raises:
-        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
+        SettingsError: ``out`` holds another experiment or, without ``resume``, any; files in it cannot be read.
         UserError: ``out`` has results of something else.
     """
     path = out / "settings.json"

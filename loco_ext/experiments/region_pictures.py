@@ -4,7 +4,7 @@ The toy problem is after figure 1 of Lee, Alvarez-Melis, Jaakkola, "Towards Robu
 2019): the same network trained without a regulariser, with the margin loss and with its relaxation ROLL.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,19 @@ TOY_UNITS, TOY_LAYERS, TOY_POINTS, TOY_STEPS = 32, 3, 40, 600
 PIXELS = 300  # length of each side of a picture of the plane
 
 
-def radii(arms: list[dict[str, Any]]) -> Figure:
-    """Draw the median radius of each setting against its test accuracy."""
+def draw(record: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Yield ``regions`` with the figure of the median radius of each setting against its test accuracy."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for plain in (False, True):
-        measured = [arm for arm in arms if arm["median_radius"]["2"]["mean"] is not None]
+        measured = [arm for arm in record["arms"] if arm["median_radius"]["2"]["mean"] is not None]
         found = [arm for arm in measured if (arm["strength"] == 0) is plain]
         x = [arm["accuracy"]["mean"] for arm in found]
         y = [arm["median_radius"]["2"]["mean"] for arm in found]
         axes.plot([100 * value for value in x], y, "s" if plain else "o", label="vanilla" if plain else "ROLL")
     axes.set(xlabel="test accuracy in percent", ylabel="median radius, p = 2", yscale="log")
     axes.legend()
-    return figure
+    yield "regions", figure
 
 
 def toy_data() -> tuple[Tensor, Tensor]:

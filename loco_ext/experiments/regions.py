@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typer import Option
 
-from loco_ext.experiments import data, files, region_pictures
+from loco_ext.experiments import data, figures, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
-from loco_ext.experiments.figures import write
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
@@ -151,12 +150,8 @@ def measure(
 ) -> dict[str, Any]:
     """Train and measure all networks, or those that ``out`` lacks; write the files listed above there.
 
-    Returns:
-        The content of ``regions.json``.
-
-    Raises:
-        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
-        OSError: ``out`` cannot be written to, or another process is writing to it.
+    The result is the content of ``regions.json``. Errors are those of :func:`loco_ext.experiments.records.begin` and
+    :func:`loco_ext.folders.owned`.
     """
     processes = Processes(torch.device(device))
     with owned(out):
@@ -169,7 +164,7 @@ def measure(
             for arm in arms
         ]
         record["arms"] = summarise(record["networks"])
-        write(region_pictures.radii(record["arms"]), out / "regions.png")
+        figures.save(region_pictures.draw(record), out)
         if settings.toy:
             region_pictures.save_toy(out / "toy.png")
         write_json(out / "regions.json", record)  # last: the experiment is done where it is

@@ -199,7 +199,18 @@ def train(
     history = []
     normalization = Normalization(data.train)
     pilcro = make_pilcro(settings, data, normalization)  # before the normalization moves to the device
-    loader = _loader(data, settings, processes, normalization)
+    loader = Loader(
+        data.train,
+        normalization,
+        processes.device,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        augmented=settings.augment and data.augmented,
+        cropped=settings.crop,
+        shuffled=settings.shuffle,
+        rank=processes.rank,
+        processes=processes.count,
+    )
     if pilcro is not None:
         pilcro.load_state_dict({"calls": start * len(loader)})
     test = data.test.to(processes.device)
@@ -239,21 +250,6 @@ def train(
             history.append(figures)
             after_epoch(figures)
     return history
-
-
-def _loader(data: Dataset, settings: Settings, processes: Processes, normalization: Normalization) -> Loader:
-    return Loader(
-        data.train,
-        normalization,
-        processes.device,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        augmented=settings.augment and data.augmented,
-        cropped=settings.crop,
-        shuffled=settings.shuffle,
-        rank=processes.rank,
-        processes=processes.count,
-    )
 
 
 @contextmanager

@@ -73,14 +73,10 @@ def accuracy_by_cost(runs: list[Run]) -> list[Plot]:
     return plots
 
 
-def _radii(record: Record) -> Iterator[tuple[str, Figure]]:
-    yield "radii", region_pictures.radii(record["arms"])
-
-
 EXPERIMENTS = {
     "frontier": _Experiment(
         "Frontier",
-        figures.filters_left,
+        figures.draw,
         {
             "widths": ("Filters left", "Number of filters left in each layer, one area for each strength"),
             "sizes": ("Sizes of filters", "Number of filters of each size in each layer, one panel for each size"),
@@ -131,8 +127,8 @@ EXPERIMENTS = {
     ),
     "regions": _Experiment(
         "Linear regions",
-        _radii,
-        {"radii": ("Radius by accuracy", "Median radius of the linear regions by test accuracy of each setting")},
+        region_pictures.draw,
+        {"regions": ("Radius by accuracy", "Median radius of the linear regions by test accuracy of each setting")},
         regions.rows,
         "Medians over test samples, means over seeds; an asterisk marks the best setting within half a point.",
     ),

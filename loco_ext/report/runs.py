@@ -36,31 +36,18 @@ class RunError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one command.
-
-    Args:
-        folder: its folder.
-        settings: the settings of its training and its own, by name, as JSON has them, and the digest of its data.
-        metrics: its results in a few numbers; None where one is not finite or was not measured.
-        content: what its main file holds.
-        versions: versions of what its numbers depend on; empty where they are not recorded.
-        device: type of the torch device, and the number of processes where there were several.
-        seconds: time of its training, without measurements; None where it is not recorded.
-        epochs: metrics of each epoch of the commands that train one network.
-        name: the part of the folder's path that differs from those of the other runs.
-        command: the command of ``loco-ext`` that made it.
-    """
+    """A run of one command."""
 
     folder: Path
-    settings: Record
-    metrics: dict[str, float | None]
-    content: Record
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    seconds: float | None = None
-    epochs: list[Record] = field(default_factory=list)
-    name: str = ""
-    command: str = ""
+    settings: Record  # those of its training and its own, by name, as JSON has them, and the digest of its data
+    metrics: dict[str, float | None]  # results in a few numbers; None where one is not finite or was not measured
+    content: Record  # what its main file holds
+    versions: dict[str, str] = field(default_factory=dict)  # of what its numbers depend on; empty if not recorded
+    device: str | None = None  # type of the torch device, and the number of processes where there were several
+    seconds: float | None = None  # time of its training, without measurements; None where it is not recorded
+    epochs: list[Record] = field(default_factory=list)  # metrics of each epoch of the commands that train one network
+    name: str = ""  # the part of the folder's path that differs from those of the other runs
+    command: str = ""  # the command of loco-ext that made it
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, dict) or not isinstance(self.versions, dict):

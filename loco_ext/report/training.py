@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -16,7 +17,7 @@ from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.checkpoints import DamagedFileError, load_weights
 from loco_ext.experiments.figures import finish
 from loco_ext.experiments.records import Record
-from loco_ext.output import json_text, one_line
+from loco_ext.output import json_text, one_line, setting_text
 from loco_ext.report.content import Plot, Section, Table, number, plot
 from loco_ext.report.runs import Run, RunError, differing
 from loco_ext.sparsity import kernel_sizes
@@ -25,6 +26,7 @@ LONGEST_LABEL = 60  # characters of a line's label
 MOST_FILTERS = 64  # filters in a picture
 COLUMNS = 8  # columns of the picture of filters
 WIDTH = 4.6  # inches of a figure that fills the width of a phone
+setting = partial(setting_text, separator=", ")
 Sizes = dict[str, Counter[str]]  # numbers of filters by layer and size
 
 
@@ -53,23 +55,6 @@ def _labels(runs: list[Run]) -> list[str]:
         label = f" {label}" if label.startswith("_") else label  # matplotlib would not list it
         labels.append(f"{label} ({run.name})" if label in labels else label)
     return labels
-
-
-def setting(value: Any) -> str:
-    """Return a setting as text.
-
-    >>> setting(None), setting(True), setting([0.5, 2.0]), setting({"0": [1.0, 2.0]})
-    ('none', 'yes', '0.5, 2', '0: 1, 2')
-    """
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(setting, value))
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {setting(entry)}" for name, entry in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _curves(groups: Mapping[str, list[Run]], what: str) -> Plot:

@@ -29,7 +29,7 @@ from loco_ext.commands import reproduce
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, JobPlan, ordered
-from loco_ext.experiments.reproduce.published import entries, published
+from loco_ext.experiments.reproduce.published import published, tables
 from loco_ext.version import commit
 from tests.processes import kill_when, run_command, start_command
 
@@ -55,10 +55,10 @@ def options_of(job):
 
 
 def test_published_values_have_a_source_and_are_unique():
-    assert all(set(e) == {"paper", "where", "row", "column", "value", "unit"} and e["where"] for e in entries())
-    places = Counter((e["paper"], e["where"], e["row"], e["column"]) for e in entries())
-    assert set(places.values()) == {1}
-    assert {e["paper"] for e in entries()} == set(PAPERS)
+    assert all(set(t) == {"paper", "where", "columns", "rows"} and t["where"] for t in tables())
+    rows = [(t["paper"], t["where"], t["columns"], row) for t in tables() for row, *_ in t["rows"]]
+    assert set(Counter((*place, row, column) for *place, columns, row in rows for column in columns).values()) == {1}
+    assert {t["paper"] for t in tables()} == set(PAPERS)
     for value, *place in (
         (-0.329, "loco-reg", "Table 4", "ImageNet, Xception", "upper, neighbours - corners"),
         (0.59, "pilcro", "Table 3", "RC-, plain", "noise, level 1"),

@@ -1,6 +1,7 @@
 """``loco-ext shrink``: a checkpoint becomes a small network in a folder, also where it was killed and resumed."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,15 +15,24 @@ from loco_ext.experiments import compacting, data, models, run, settings, shrink
 from loco_ext.experiments.loader import Normalization
 from tests.experiments.runs import CPU, killed_after, quick
 
+LINE = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits"]
 COSTS = ("before", "before"), ("after", "before"), ("after", "after")
 
 
-@pytest.mark.slow
-def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def dense(tmp_path, monkeypatch):
+    """Change to a folder with the weights of an untrained network; return the network."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    torch.save(models.small_cnn().state_dict(), "weights.pt")
-    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--macs", "0.3", "--epochs", "2"]
+    network = models.small_cnn()
+    torch.save(network.state_dict(), "weights.pt")
+    return network
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dense")
+def test_a_killed_run_is_resumed_to_the_same_small_network(capsys):
+    line = [*LINE, "--macs", "0.3", "--epochs", "2"]
     assert main([*line, "--json", "--out", "whole"]) == 0
     whole = json.loads(capsys.readouterr().out)
     with killed_after(1):
@@ -60,19 +70,17 @@ DAMAGES = (
 )
 
 
-def test_a_training_that_diverges_is_an_error_and_leaves_what_else_is_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    torch.save(models.small_cnn().state_dict(), "weights.pt")
-    network = ["weights.pt", "--model", "small", "--dataset", "digits"]
+@pytest.mark.usefixtures("dense")
+def test_a_training_that_diverges_is_an_error_and_leaves_what_else_is_there(capsys):
     options = "--macs 0.5 --importance norm --epochs 1 --lr 1e30 --batch-size 2 --out cut"
-    line = ["shrink", *network, *options.split()]
+    line = [*LINE, *options.split()]
     Path("cut/start").mkdir(parents=True)
     Path("cut/start/.model.safetensors.1.part").touch()  # of a killed run
     assert main(line) == 1
     assert capsys.readouterr().err.startswith("loco-ext: cut/training: the run has diverged, the loss of epoch 1")
     assert sorted(path.name for path in Path("cut").iterdir()) == [".lock", "shrink.json", "start", "training"]
     assert sorted(path.name for path in Path("cut/start").iterdir()) == ["manifest.json", "model.safetensors"]
-    for other in (["compact", *network], ["train", *network[1:]]):
+    for other in (["compact", *LINE[1:]], ["train", *LINE[2:]]):
         assert main([*other, "--out", "cut"]) == 2
         assert "--out: expected a folder without other results, got cut, which has shrink" in capsys.readouterr().err
     for name, text, said in DAMAGES:
@@ -93,12 +101,8 @@ def test_training_on_augments_as_the_run_did():
     assert (found.crop, found.augment, found.batch_size) == (False, True, 50)
 
 
-def test_the_network_as_it_was_teaches_the_small_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    dense = models.small_cnn()
-    torch.save(dense.state_dict(), "weights.pt")
-    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--importance", "norm", "--quiet"]
+def test_the_network_as_it_was_teaches_the_small_one(dense, tmp_path):
+    line = [*LINE, "--importance", "norm", "--quiet"]
     line += ["--macs", "0.3", "--epochs", "1", "--lr", "0.02", "--distillation", "0.6", "--temperature", "2"]
     assert main([*line, "--out", "out"]) == 0
     recorded = json.loads(Path("out/training/settings.json").read_text())["settings"]
@@ -110,12 +114,11 @@ def test_the_network_as_it_was_teaches_the_small_one(tmp_path, monkeypatch):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_budget_that_cannot_be_met(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    torch.save(models.small_cnn().state_dict(), "weights.pt")
-    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--importance", "norm"]
+@pytest.mark.usefixtures("dense")
+def test_a_budget_that_cannot_be_met(capsys):
+    line = [*LINE, "--importance", "norm"]
     assert main([*line, "--macs", "1e-6", "--out", "out"]) == 2
     assert "--macs: expected at least 8." in capsys.readouterr().err
     assert main([*line, "--macs", "0.5", "--round-to", "65", "--out", "out"]) == 2
     assert "--round-to: expected at most 64, the channels of the widest layer" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
+    assert os.listdir("out") == [".lock"]

@@ -97,8 +97,8 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 def trained(**settings):
     """Train the two networks, without compaction; return their state dicts and the report on them."""
     samples, chosen = data.load("digits", None), demo.DemoSettings(seed=0, device="cpu", **settings)
-    trainings = demo.train_both(chosen, samples, CPU)
-    return [training.model.state_dict() for training in trainings], [training.network for training in trainings]
+    models, networks = demo.train_both(chosen, samples, CPU)
+    return [model.state_dict() for model in models], networks
 
 
 def test_locality_moves_weight_from_the_corners_to_the_centre():

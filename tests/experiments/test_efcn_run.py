@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from loco_ext import analysis
 from loco_ext import nn as loco_nn
 from loco_ext.cli import main
-from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments import efcn, efcn_figures, figures
 from loco_ext.experiments.efcn_settings import efcn_preset, switch_times
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, vanilla_cnn
@@ -82,17 +82,17 @@ def finished(tmp_path_factory):  # for slow tests; those of the report run the c
     torch.set_num_threads(1)
     out, drawn = tmp_path_factory.mktemp("efcn") / "out", []
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(efcn_figures, "save", lambda *given: drawn.append(given))
+        patch.setattr(efcn_figures, "draw", lambda record: drawn.append(record) or [])
         assert main(["efcn", *RUN, "--out", str(out), "--json"]) == 0
     record = json.loads(printed.getvalue(), parse_constant=pytest.fail)
-    assert drawn == [(record, out)]
+    assert drawn == [record]
     return out, record
 
 
 @pytest.mark.slow
 def test_the_record_has_every_network_and_figures_are_drawn_from_it_alone(finished, tmp_path):
     out, record = finished
-    efcn_figures.save(record, tmp_path)
+    figures.save(efcn_figures.draw(record), tmp_path)
     assert {path.stem for path in tmp_path.glob("*.png")} == FIGURES
     for path in tmp_path.glob("*.png"):
         picture = matplotlib.image.imread(path)
@@ -243,7 +243,7 @@ def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys
 @pytest.mark.slow
 def test_a_finished_experiment_is_not_trained_again_and_its_table_is_the_same(finished, capsys, monkeypatch):
     out, record = finished
-    monkeypatch.setattr(efcn_figures, "save", lambda *_: None)
+    monkeypatch.setattr(efcn_figures, "draw", lambda record: [])
     before = (out / "efcn.json").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")}
     assert main(["efcn", *RUN, "--out", str(out)]) == 2

@@ -41,7 +41,7 @@ def test_a_second_command_and_a_full_disk_are_one_line(command, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     torch.save(models.small_cnn().state_dict(), "model.pt")
     for part in (demo_budget.shrink, lifting.lift):  # these take longer than the rest of the demo
-        monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: None)
+        monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: (None, None, None))
     line = [command, *COMMANDS[command].split(), "--out", "out"]
     with owned(tmp_path / "out"):
         assert main(line) == 2

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import analysis, regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import landscapes, landscapes_figures
+from loco_ext.experiments import figures, landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import Arm, landscapes_preset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS
@@ -78,7 +78,7 @@ def trained(record, out):
 @pytest.mark.slow
 def test_the_record_has_every_network_and_figures_are_drawn_from_it_alone(finished, tmp_path):
     out, record = finished
-    landscapes_figures.save(record, tmp_path)
+    figures.save(landscapes_figures.draw(record), tmp_path)
     assert {path.stem for path in out.glob("*.png")} == {"landscapes", "training", "robustness", "ablation"}
     for path in out.glob("*.png"):
         assert matplotlib.image.imread(path).std() > 0.02

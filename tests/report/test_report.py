@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from loco_ext.checkpoints import save_weights
 from loco_ext.cli import main
-from loco_ext.experiments import curves, efcn_figures, figures, frontier, landscapes_figures, region_pictures
+from loco_ext.experiments import curves, figures, frontier, region_pictures
 from loco_ext.report import content
 from loco_ext.report.experiments import accuracy_by_cost
 from loco_ext.report.page import MARK
@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for module in (curves, efcn_figures, figures, landscapes_figures):
+        for module in (curves, figures):
             patch.setattr(module, "save", lambda *given: None)
         patch.setattr(region_pictures, "save_toy", lambda path: None)
         torch.set_num_threads(1)
@@ -311,7 +311,7 @@ def test_the_widest_network_is_the_dense_one_in_any_order_of_the_widths(tmp_path
     assert [row[header.index("of dense")] for row in rows] == ["30.0%", "100.0%", "10.0%"]
     drawn, errors = [], figures.errors
     monkeypatch.setattr(figures, "errors", lambda panels, dense: drawn.append(dense) or errors(panels, dense))
-    figures.save(record, tmp_path)
+    figures.save(figures.draw(record), tmp_path)
     accuracy_by_cost([run])
     assert drawn == [1000, 1000]
 

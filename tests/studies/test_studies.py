@@ -23,7 +23,6 @@ from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import (
     budget_cifar10,
     efcn_cifar10,
-    efcn_paths_cifar10,
     fitting,
     frontier_cifar10,
     landscapes_cifar10,
@@ -314,20 +313,19 @@ def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypa
 def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
     """All studies run on a few random images and a small network; then the report is made from the existing runs."""
     tiny = {"EPOCHS": 2, "BRANCH_EPOCHS": 1, "LANDSCAPE_SAMPLES": 20}
-    few_images(monkeypatch, efcn_paths_cifar10, 40, **tiny, SWITCH_TIMES=(1,), POINTS=3, STRING_STEPS=1)
     tiny |= {"SWITCH_TIMES": (0, 1, 2), "FEW_SWITCH_TIMES": (0, 1), "POWER_ITERATIONS": 2, "FEW_POWER_ITERATIONS": 1}
+    tiny |= {"PATHS_SWITCH_TIMES": (1,), "POINTS": 3, "STRING_STEPS": 1}
     effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
     few_images(monkeypatch, efcn_cifar10, 40, **tiny, RADIUS="1", EFFORT=effort)
     preset = efcn_cifar10.efcn_preset
     small = {"model": "plain8", "width": 0.1, "batch_size": 20}
-    for module in (efcn_cifar10, efcn_paths_cifar10):
-        monkeypatch.setattr(module, "efcn_preset", lambda name, **options: preset(name, **options | small))
+    monkeypatch.setattr(efcn_cifar10, "efcn_preset", lambda name, **options: preset(name, **options | small))
     runs, out = tmp_path / "runs", tmp_path / "efcn_cifar10-x.json"
     efcn_cifar10.main(tmp_path, runs, out, only="lcn")
     assert not out.exists()
     efcn_cifar10.main(tmp_path, runs, out)
     weights = [(runs / name / "cnn" / "model.safetensors").read_bytes() for name in efcn_cifar10.studies()]
-    assert len(weights) == 3
+    assert len(weights) == 4
     assert len(set(weights)) == 1
     for name in efcn_cifar10.FIGURES:
         assert (tmp_path / f"efcn_cifar10-x-{name}.png").stat().st_size > 10_000
@@ -346,8 +344,7 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     for cells in (["eFCN", "0", f"{full['parameters']:,}", "1"], shares, norms, ["LCN", step]):
         assert f"| {' | '.join(cells)} |" in text
     assert list(report["step_seconds"]) == ["cnn", "lcn", "2", "full"]
-    efcn_paths_cifar10.main(tmp_path, tmp_path / "paths", tmp_path / "efcn_paths-x.json")
-    paths = json.loads((tmp_path / "paths" / "efcn.json").read_text())["branches"][1]["interpolations"]
+    paths = json.loads((runs / "paths" / "efcn.json").read_text())["branches"][1]["interpolations"]
     best = max(point["test_accuracy"] for point in paths["string"])
     assert f" {100 * best:.1f} |" in section("efcn_paths", tmp_path)
 

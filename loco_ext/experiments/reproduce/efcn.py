@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loco_ext.errors import UserError
-from loco_ext.experiments import efcn_figures
+from loco_ext.experiments import efcn_figures, figures
 from loco_ext.experiments.efcn_settings import FULL
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
@@ -111,19 +111,19 @@ def jobs(plan: JobPlan) -> list[Job]:
 def page(plan: JobPlan) -> Page:
     """Return the tables of what is done, and the figures of each network."""
     tables: list[Table] = []
-    figures: dict[str, Path] = {}
+    shown: dict[str, Path] = {}
     for network in SCALES[plan.preset].networks:
         record, out = _merged(plan, network), plan.folder(f"{PAPER}/{network}")
         if record is not None:
-            efcn_figures.save(record, out)
+            figures.save(efcn_figures.draw(record), out)
             lifted = [branch for branch in record["branches"] if branch["relax"] == FULL]
             tables += [
                 _claims(network, record, lifted),
                 _switch_times(network, record, lifted),
                 _paths(network, lifted),
             ]
-        figures |= {f"{network}: {caption}": out / f"{name}.png" for name, caption in FIGURES.items()}
-    return Page("eFCN (d'Ascoli, Sagun, Bruna, Biroli 2019)", SCALES[plan.preset].means, tables, figures)
+        shown |= {f"{network}: {caption}": out / f"{name}.png" for name, caption in FIGURES.items()}
+    return Page("eFCN (d'Ascoli, Sagun, Bruna, Biroli 2019)", SCALES[plan.preset].means, tables, shown)
 
 
 def _merged(plan: JobPlan, network: str) -> dict[str, Any] | None:

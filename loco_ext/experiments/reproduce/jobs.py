@@ -59,21 +59,13 @@ class Job:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The options that all jobs of one call share.
+    """The options that all jobs of one call share."""
 
-    Attributes:
-        preset: one of PRESETS.
-        out: folder of all presets' results.
-        data: folder of the data sets; "smoke" needs none.
-        device: torch device.
-        checkpoints: folder of trained networks for LOCO-REG's Table 4.
-    """
-
-    preset: str
-    out: Path
-    data: Path | None = None
+    preset: str  # one of PRESETS
+    out: Path  # folder of all presets' results
+    data: Path | None = None  # folder of the data sets; "smoke" needs none
     device: str = "cpu"
-    checkpoints: Path | None = None
+    checkpoints: Path | None = None  # folder of trained networks for LOCO-REG's Table 4
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:

@@ -6,8 +6,7 @@ of its MNIST experiment, and its figure 1.
 
 from typing import Any, NamedTuple
 
-from loco_ext.experiments import region_pictures, regions
-from loco_ext.experiments.figures import write
+from loco_ext.experiments import figures, region_pictures, regions
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
@@ -73,14 +72,14 @@ def page(plan: JobPlan) -> Page:
     records = read_records(jobs(plan), PAPER)
     networks = {(n["name"], n["seed"]): n for record in records for n in record["networks"]}
     arms = regions.summarise(list(networks.values())) if networks else []
-    picture, out = plan.folder(f"{PAPER}/regions.png"), plan.folder(PAPER)
+    out = plan.folder(PAPER)
     out.mkdir(parents=True, exist_ok=True)
     if arms:
-        write(region_pictures.radii(arms), picture)
-    figures = {"Median radius against accuracy": picture}
-    figures["Figure 1: linear regions of networks of the plane"] = jobs(plan)[0].folder / "toy.png"
+        figures.save(region_pictures.draw({"arms": arms}), out)
+    shown = {"Median radius against accuracy": out / "regions.png"}
+    shown["Figure 1: linear regions of networks of the plane"] = jobs(plan)[0].folder / "toy.png"
     title = "Linear regions (Lee, Alvarez-Melis, Jaakkola 2019)"
-    return Page(title, SCALES[plan.preset].means, [_radii(plan, arms)], figures)
+    return Page(title, SCALES[plan.preset].means, [_radii(plan, arms)], shown)
 
 
 def _radii(plan: JobPlan, arms: list[dict[str, Any]]) -> Table:

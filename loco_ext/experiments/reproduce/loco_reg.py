@@ -38,27 +38,16 @@ PAIRS_5X5 = {
 
 
 class Scale(NamedTuple):
-    """The size of a preset.
+    """The size of a preset."""
 
-    Attributes:
-        data: data sets; None for those at hand.
-        networks: of Tables 4 and 5.
-        seeds: number of networks of each kind.
-        modulations: values of c.
-        options: of the trainings.
-        minutes: of a training by network.
-        means: what the preset has cut down.
-        statistic: of the weights that factors are estimated from.
-    """
-
-    data: tuple[str, ...] | None
-    networks: tuple[str, ...]
-    seeds: int
-    modulations: tuple[float, ...]
-    options: tuple[str, ...]
-    minutes: dict[str, float]
-    means: str
-    statistic: str = "signed"
+    data: tuple[str, ...] | None  # data sets; None for those at hand
+    networks: tuple[str, ...]  # of Tables 4 and 5
+    seeds: int  # number of networks of each kind
+    modulations: tuple[float, ...]  # values of c
+    options: tuple[str, ...]  # of the trainings
+    minutes: dict[str, float]  # of a training by network
+    means: str  # what the preset has cut down
+    statistic: str = "signed"  # of the weights that factors are estimated from
 
 
 SCALES = {

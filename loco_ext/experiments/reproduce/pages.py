@@ -13,19 +13,12 @@ NONE = "\u2013"  # shown where a value is missing
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Attributes:
-        title: what it shows, beginning with the paper's number of it.
-        columns: format specifications by column; "" is for texts.
-        rows: texts and numbers, None or not finite where there is none.
-        notes: sentences below the table, such as what was not reproduced and why.
-    """
-
-    title: str
-    columns: dict[str, str]
-    rows: list[list[Any]]
-    notes: list[str] = field(default_factory=list)
+    title: str  # what it shows, beginning with the paper's number of it
+    columns: dict[str, str]  # format specifications by column; "" is for texts
+    rows: list[list[Any]]  # texts and numbers, None or not finite where there is none
+    notes: list[str] = field(default_factory=list)  # below the table, such as what was not reproduced and why
 
     def cells(self) -> list[list[str]]:
         forms = self.columns.values()
@@ -34,21 +27,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """The tables and figures of one paper.
+    """The tables and figures of one paper."""
 
-    Attributes:
-        title: the paper.
-        scale: what the preset has cut down.
-        tables: its tables.
-        figures: files by caption; those that do not exist are left out.
-        commits: of the code that the results were computed with.
-    """
-
-    title: str
-    scale: str
+    title: str  # the paper
+    scale: str  # what the preset has cut down
     tables: list[Table]
-    figures: dict[str, Path] = field(default_factory=dict)
-    commits: list[str] = field(default_factory=list)
+    figures: dict[str, Path] = field(default_factory=dict)  # files by caption; those that do not exist are left out
+    commits: list[str] = field(default_factory=list)  # of the code that the results were computed with
 
     def show(self) -> None:
         """Print the tables and their notes."""

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
-from loco_ext.experiments import landscapes, landscapes_figures
+from loco_ext.experiments import figures, landscapes, landscapes_figures
 from loco_ext.experiments.landscapes_settings import PLAIN, PRESETS, Arm
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
@@ -81,16 +81,16 @@ def jobs(plan: JobPlan) -> list[Job]:
 def page(plan: JobPlan) -> Page:
     """Return the tables of what is done, and the figures of each way to crop."""
     records = {crops: _merged(plan, crops) for crops in CROPS}
-    figures = {}
+    shown = {}
     for crops, record in records.items():
         out = plan.folder(f"{PAPER}/{crops}")
         if record is not None:
-            landscapes_figures.save(record, out)
+            figures.save(landscapes_figures.draw(record), out)
         for what in ("landscapes", "training", "robustness", "ablation"):
-            figures[f"{crops}: {what}"] = out / f"{what}.png"
+            shown[f"{crops}: {what}"] = out / f"{what}.png"
     tables = [_accuracies(plan, records), _robustness(plan, records), _imagenet()]
     title = "PILCRO (Moens, Yu, Salimi-Khorshidi 2020)"
-    return Page(title, SCALES[plan.preset].means.format(images=plan.training_images(4000)), tables, figures)
+    return Page(title, SCALES[plan.preset].means.format(images=plan.training_images(4000)), tables, shown)
 
 
 def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:
@@ -116,12 +116,12 @@ def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Tab
     rows: list[list[Any]] = []
     for crops, record in records.items():
         for arm, theirs in SCALES[plan.preset].arms.items():
-            figures = {} if record is None else record["arms"].get(arm, {})
+            summary = {} if record is None else record["arms"].get(arm, {})
             networks = [] if record is None else [n for n in record["networks"] if n["arm"] == arm]
             row: list[Any] = [crops, arm, len(networks)]
             for column, name in FIGURES.items():
-                row += [_mean(figures, name), published(PAPER, "Table 1", f"{crops}, {theirs}", column)]
-            rows.append([*row, _mean(figures, "ablation"), _mean(figures, "spearman"), f"{crops}, {theirs}"])
+                row += [_mean(summary, name), published(PAPER, "Table 1", f"{crops}, {theirs}", column)]
+            rows.append([*row, _mean(summary, "ablation"), _mean(summary, "spearman"), f"{crops}, {theirs}"])
     notes = [
         "RC+: crops and flips are random; RC-: flips alone. Means over seeds. Ablation is the area under the curve of "
         "figure 6, which the paper has for ImageNet alone, and Lemma 1 the rank correlation of its two importances."
@@ -129,8 +129,8 @@ def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Tab
     return Table("Table 1: accuracies and total variations", columns, rows, notes)
 
 
-def _mean(figures: dict[str, Any], name: str) -> float | None:
-    return figures.get(name, {}).get("mean")
+def _mean(summary: dict[str, Any], name: str) -> float | None:
+    return summary.get(name, {}).get("mean")
 
 
 def _robustness(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Table:

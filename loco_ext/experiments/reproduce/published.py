@@ -1,4 +1,4 @@
-"""Values that the papers publish, each with its source."""
+"""Values that the papers publish, as tables that say where they stand, with the unit of each column."""
 
 import json
 from functools import cache
@@ -7,8 +7,8 @@ from typing import Any
 
 
 @cache
-def entries() -> list[dict[str, Any]]:
-    """Return all values: paper, where it stands, row, column, value and unit."""
+def tables() -> list[dict[str, Any]]:
+    """Return the tables; the first cell of each row is its name, and null stands where the paper has no value."""
     return json.loads(files(__package__).joinpath("published.json").read_text())
 
 
@@ -18,9 +18,14 @@ def published(paper: str, where: str, row: str, column: str) -> Any:
     >>> published("loco-reg", "Table 5", "CIFAR-10, VGG13", "uniform")
     6.26
     """
-    return _index().get((paper, where, row, column))
+    return _values().get((paper, where, row, column))
 
 
 @cache
-def _index() -> dict[tuple[str, str, str, str], Any]:
-    return {(e["paper"], e["where"], e["row"], e["column"]): e["value"] for e in entries()}
+def _values() -> dict[tuple[str, str, str, str], Any]:
+    return {
+        (table["paper"], table["where"], row, column): value
+        for table in tables()
+        for row, *cells in table["rows"]
+        for column, value in zip(table["columns"], cells, strict=True)
+    }

@@ -134,7 +134,7 @@ def page(plan: JobPlan) -> Page:
             if record is None:
                 continue
             points += [(network, penalty, variant, record, point) for point in record["paths"][0]["points"]]
-            figures.save(record, plan.folder(family))
+            figures.save(figures.draw(record), plan.folder(family))
             series[penalty] = figures.by_tau(record)
             drawn |= {
                 f"{network}, {penalty}, {variant}: {what}": plan.folder(family) / f"{name}.png"
