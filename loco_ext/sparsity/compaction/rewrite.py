@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import bias_trains, put, unused
+from loco_ext.fx.modules import bias_trains, unused
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
@@ -61,7 +61,7 @@ class Rewriter:
         for node in network.graph.nodes:
             layer = str(node.target).rpartition(".")[0]
             if node.op == "get_attr" and layer and type(self._owner.get_submodule(layer)) in CONVOLUTIONS:
-                put(result, layer, self._owner.get_submodule(layer))
+                result.set_submodule(layer, self._owner.get_submodule(layer))
         return result
 
     def _add(self, node: fx.Node) -> None:
@@ -96,7 +96,7 @@ class Rewriter:
         outputs, inputs = self._kept[node], self._kept[source]
         weight, bias, border = cut(self._channels, node, source, outputs, inputs)
         if isinstance(layer.module, nn.Linear):
-            put(self._owner, str(node.target), _linear(layer.module, weight, bias))
+            self._owner.set_submodule(str(node.target), _linear(layer.module, weight, bias))
             self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), ())]
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
@@ -136,7 +136,7 @@ class Rewriter:
             convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias, len(kept))
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
-            put(self._owner, str(node.target), _cut_by_channel(module, kept))
+            self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
         return self._graph.call_module(str(node.target), (self._new[sources[0]],))
 
     def _join(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
