@@ -173,7 +173,7 @@ class SizeProblem:
         """Return the objective that is minimised: the importance lost plus price * cost."""
         return self.lost(sizes) + price * self.cost(sizes)
 
-    def costs(self, counts: Floats, layers: Integers | None = None) -> Floats:
+    def costs(self, counts: Floats | tuple[Floats, Floats, Floats | float], layers: Integers | None = None) -> Floats:
         """Return what layers cost with numbers of input channels, of filters, and of taps of all filters, ``[3, ...]``.
 
         Filters without rings take time in proportion to their taps.
