@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from loco_ext import compiler
-from loco_ext.analysis.landscape import Batches, Loss, batch_loss, check_data
+from loco_ext.analysis.curvature import Batches, Loss, batch_loss, check_data
 from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
 from loco_ext.regularizers.evaluation import device_of, measuring

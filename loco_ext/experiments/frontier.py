@@ -46,7 +46,6 @@ from loco_ext.experiments.settings import (
 )
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
-from loco_ext.fx.modules import put
 from loco_ext.option_parsers import MOST
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
@@ -316,8 +315,8 @@ def fold(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     for name, (convolution, norm) in convolutions_and_norms(model).items():
         if norm is not None:
-            put(model, name, fuse_conv_bn_eval(convolution, norm))
-            put(model, names[norm], nn.Identity())
+            model.set_submodule(name, fuse_conv_bn_eval(convolution, norm))
+            model.set_submodule(names[norm], nn.Identity())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

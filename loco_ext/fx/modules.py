@@ -44,12 +44,6 @@ def unused(owner: nn.Module, name: str) -> str:
     return f"{path}.{last}" if path else last
 
 
-def put(owner: nn.Module, target: str, module: nn.Module) -> None:
-    """Set a submodule of the owner by its dotted name."""
-    path, _, name = target.rpartition(".")
-    setattr(owner.get_submodule(path), name, module)
-
-
 def bias_trains(layer: Any) -> bool:
     """Return whether the bias of a layer that replaces this one requires a gradient: as its own, or else its weight."""
     return (layer.weight if layer.bias is None else layer.bias).requires_grad

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from loco_ext.sparsity.compaction.disjoint_set import DisjointSet
 from tests.compaction.cases import Network, compacted, sizes_of, strike
 
 
@@ -64,10 +63,3 @@ def test_what_is_not_understood_is_kept_and_named() -> None:
     assert "hooks" in report.notes["hooked"]
     assert "hooks" in report.notes["watched"]
     assert {"softmax", "fft_fft2"} <= report.notes.keys()
-
-
-def test_classes_that_meet_twice_in_one_union_become_one() -> None:
-    sets = DisjointSet()
-    sets.new(6)
-    sets.unite([5, 5, 3], [2, 3, 3])
-    assert sets.roots(range(6)).tolist() == [0, 1, 2, 2, 4, 2]

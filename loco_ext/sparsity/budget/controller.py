@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from loco_ext.argument_checks import check_choice, check_count
-from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
+from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.penalty import CostPenalty
 from loco_ext.sparsity.budget.shrink import BudgetSearch, bounds, check_budget
+from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
@@ -280,7 +281,7 @@ class Budget:
         if self.importance == "taylor" and self._taylor.has_overflowed():
             return None
         problem = self._problem()
-        return problem.within(self.share_wanted * problem.cost(problem.whole()))
+        return within(problem, self.share_wanted * problem.whole_cost)
 
     def _start(self) -> float:
         """Return the count that should meet the latency, a share; raise ValueError if the cheapest network does not."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from loco_ext.penalties.folded import column_of
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
-from loco_ext.sparsity.budget.choose import Integers, SizeProblem, Sizes
+from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
+from loco_ext.sparsity.compaction.disjoint_set import Integers
 
 _BISECTIONS = 20
 _GROWTH = 2.0  # factor of the strength if more is left than it should have left
@@ -95,7 +96,7 @@ class CostPenalty:
     def _left(self, strength: float) -> float:
         """Return the share of the cost that is left after one step of a strength."""
         sizes: Sizes = [_sizes(layer, _prox(layer, step)) for layer, step in self._steps(strength)]
-        return self._problem.cost(sizes) / self._problem.cost(self._problem.whole())
+        return self._problem.cost(sizes) / self._problem.whole_cost
 
     def _most(self) -> float:
         """Return the strength of a step that leaves nothing."""

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number
-from loco_ext.sparsity.budget.choose import SizeProblem, Sizes
+from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
+from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, compacted, copied, take_modes, unwrapped
@@ -175,13 +176,11 @@ class Found:
         network: the smaller network; for a latency, it is the model with zeros.
         report: its report, of the network as it will run.
         sizes: the sizes of its filters.
-        problem: the problem that they solve.
     """
 
     network: nn.Module
     report: Report
     sizes: Sizes
-    problem: SizeProblem
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,8 @@ class BudgetSearch:
     def guess(self) -> float:
         """Return the count, as a share of the model's, that should meet the budget, judged by one network."""
         sizes = self.sizes(self.share)
-        return min(1.0, self.problem.share(sizes) * self.share / self._reached(self._network(sizes)[1]))
+        counted = self.problem.cost(sizes) / self.problem.whole_cost
+        return min(1.0, counted * self.share / self._reached(self._network(sizes)[1]))
 
     def check(self) -> None:
         """Raise UnreachableError unless the cheapest network meets the budget."""
@@ -226,8 +226,8 @@ class BudgetSearch:
         least = 1.0
         for tried in range(_MOST_TRIES):
             sizes = self.sizes(target)
-            counted = self.problem.share(sizes)
-            cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
+            cost, whole = self.problem.cost(sizes), self.problem.whole_cost
+            counted, cheapest = cost / whole, cost > target * whole  # no sizes that are allowed cost as little
             if cheapest and found is not None:
                 break
             target = max(target, counted)
@@ -242,7 +242,7 @@ class BudgetSearch:
             if reached <= self.share:
                 low = target
                 if is_new:
-                    found = Found(network, report, sizes, self.problem)
+                    found = Found(network, report, sizes)
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
@@ -257,17 +257,13 @@ class BudgetSearch:
 
     def _beyond(self, least: float) -> UnreachableError:
         """Return the error of a budget that cannot be met; it names the least, rounded up."""
-        least, rest = min(1.0, (1 + _ROUNDING) * least), self.problem.rest / self.problem.cost(self.problem.whole())
+        least, rest = min(1.0, (1 + _ROUNDING) * least), self.problem.rest / self.problem.whole_cost
         why = f" ({rest:.1%} are outside of layers that can be made smaller)" if rest and self.cost == "macs" else ""
         return UnreachableError(f"{self.cost}: expected at least {least:.4g}, the least reached{why}, got {self.share}")
 
     def sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""
-        return self.problem.within(self._cost(target))
-
-    def _cost(self, target: float) -> float:
-        """Return this share of the model's count."""
-        return target * self.problem.cost(self.problem.whole())
+        return within(self.problem, target * self.problem.whole_cost)
 
     def _network(self, sizes: Sizes) -> tuple[nn.Module, Report]:
         """Return the network that is left of sizes, and its report; for a latency, it is the model with zeros."""

@@ -17,11 +17,13 @@ from loco_ext.errors import first_line
 from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
-from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.budget.layer_time import LayerTime, time_layer
+from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied
+from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
+from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise

@@ -112,14 +112,6 @@ class Channels:
         """Return whether two values have the same shape for all sizes of the inputs."""
         return self.info.sizes.same(one, other)
 
-    def classes(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the class of each channel of the result."""
-        return tuple(self.sets.roots(self.values[node].ids).tolist())
-
-    def fixed(self) -> set[int]:
-        """Return the classes read by an operation that depends on their order, and those of grouped layers."""
-        return set(self.sets.roots([*self.sets.ordered, *self.grouped]).tolist())
-
     def free(self, node: fx.Node) -> bool:
         """Return whether the channels may have any order, because all readers are rewritten along with the node."""
         ids = self.values[node].ids

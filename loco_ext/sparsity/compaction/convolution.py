@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import Pads, bias_trains, paddings, put, unused
+from loco_ext.fx.modules import Pads, bias_trains, paddings, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
@@ -192,7 +192,7 @@ def _emit_each(
         if apart:
             every: Any = (..., *(slice(None, None, step) for step in stride))
             read, stride = graph.call_function(operator.getitem, (read, every)), (1,) * layer.axes
-        put(owner, target, _module(layer, bucket, pads, stride))
+        owner.set_submodule(target, _module(layer, bucket, pads, stride))
         parts.append(graph.call_module(target, (read,)))
     return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - layer.axes))
 
@@ -231,7 +231,8 @@ def _emit_mixed(
 ) -> fx.Node:
     around = [pads_of(bucket.box, layer) for bucket in buckets]
     for target, bucket, pads in zip(targets, buckets, around, strict=True):
-        put(owner, target, _module(layer, bucket, pads if is_even(pads) else ((0, 0), (0, 0)), layer.module.stride))
+        of_layer = pads if is_even(pads) else ((0, 0), (0, 0))
+        owner.set_submodule(target, _module(layer, bucket, of_layer, layer.module.stride))
     weights = [graph.get_attr(f"{target}.weight") for target in targets]
     biases = [] if layer.bias is None else [graph.get_attr(f"{target}.bias") for target in targets]
     numbers = [tuple(p for axis in pads for p in axis) for pads in around]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.fx.modules import count_owners, is_hooked, put
+from loco_ext.fx.modules import count_owners, is_hooked
 from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.convolution import Convolution, alone
 from loco_ext.sparsity.compaction.describe import describe_layer
@@ -33,7 +33,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
         pixels = images * Fraction(prod(written["shape"][2 - weight.dim() :]))
         report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
         if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
-            put(result, name, alone(convolution, buckets))
+            result.set_submodule(name, alone(convolution, buckets))
     return result, report
 
 

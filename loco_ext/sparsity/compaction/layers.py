@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from loco_ext.fx.modules import count_owners, put, unused
+from loco_ext.fx.modules import count_owners, unused
 
 
 class _Call(NamedTuple):
@@ -68,7 +68,7 @@ def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[
     for x in read:
         place, _, attribute = str(x.target).rpartition(".")
         delattr(graph.get_submodule(place), attribute)
-    put(graph, name, layer)
+    graph.set_submodule(name, layer)
     with graph.graph.inserting_before(node):
         called = graph.graph.call_module(name, (node.kwargs.get("input", node.args[0] if node.args else None),))
     called.meta = dict(node.meta)

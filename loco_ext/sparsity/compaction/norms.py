@@ -5,7 +5,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from loco_ext.fx.modules import bias_trains, put
+from loco_ext.fx.modules import bias_trains
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, GraphInfo, Role
 
 
@@ -20,7 +20,7 @@ def fold_norms(graph: fx.GraphModule) -> None:
             fuse = fuse_linear_bn_eval if type(layer) is nn.Linear else fuse_conv_bn_eval
             fused = fuse(layer, info.module(behind))
             fused.bias.requires_grad_(bias_trains(layer))
-            put(graph, str(node.target), fused)
+            graph.set_submodule(str(node.target), fused)
             behind.replace_all_uses_with(node)
             graph.graph.erase_node(behind)
     graph.recompile()

@@ -1,10 +1,8 @@
 """Construction of the smaller network's graph from the analysis of the model's graph."""
 
 import copy
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,19 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import bias_trains, put, unused
+from loco_ext.fx.modules import bias_trains, unused
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
-from loco_ext.sparsity.compaction.channel_order import leaders
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import (
-    Bucket,
-    Convolution,
-    emit,
-    in_turn,
-    restoring,
-)
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, emit, in_turn, restoring
 from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.fusion import HOLDERS, epilogue_of
 from loco_ext.sparsity.compaction.overwrite import finish
@@ -49,14 +40,10 @@ class Rewriter:
         self._graph = fx.Graph(tracer_cls=ResultTracer if constructs else None)  # it traces again what is unpickled
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # kept channels of each result in their new order
-        self._ranks: dict[int, int] = {}  # positions of classes of channels in streams with an order of their own
-        self._led: dict[fx.Node, list[Bucket]] = {}  # buckets of the layers that determine this order
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
 
     def build(self) -> fx.GraphModule:
         """Return the smaller network, after the last passes over it."""
-        for node in leaders(self._channels):
-            self._lead(node)
         for node in self._channels.graph.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
@@ -74,35 +61,13 @@ class Rewriter:
         for node in network.graph.nodes:
             layer = str(node.target).rpartition(".")[0]
             if node.op == "get_attr" and layer and type(self._owner.get_submodule(layer)) in CONVOLUTIONS:
-                put(result, layer, self._owner.get_submodule(layer))
+                result.set_submodule(layer, self._owner.get_submodule(layer))
         return result
-
-    def _lead(self, node: fx.Node) -> None:
-        """Choose the layer's buckets, and use the resulting order for everything that writes the same channels."""
-        (source,) = self._channels.sources(node)
-        outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
-        if not outputs:
-            return
-        inputs = self._channels.kept(source).tolist()
-        weight, bias, _ = cut(self._channels, node, source, outputs, inputs)
-        module = self._channels.layers[node].module
-        buckets = self._choose(self._as_convolution(node, module, weight, bias, len(inputs)), source.meta, True)
-        self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(in_turn(buckets))})
-        ends = itertools.accumulate(len(bucket.filters) for bucket in buckets)
-        self._led[node] = [
-            replace(bucket, filters=tuple(range(end - len(bucket.filters), end)))
-            for bucket, end in zip(buckets, ends, strict=True)
-        ]
-
-    def _in_order(self, node: fx.Node) -> list[int]:
-        """Return the kept channels of the result, in the order of its stream."""
-        classes = self._channels.classes(node)
-        return sorted(self._channels.kept(node).tolist(), key=lambda c: self._ranks.get(classes[c], 0))
 
     def _add(self, node: fx.Node) -> None:
         role, sources = self._channels.role(node), self._channels.sources(node)
         if node in self._channels.values:
-            self._kept[node] = self._in_order(node)
+            self._kept[node] = self._channels.kept(node).tolist()
             if not self._kept[node]:
                 return
         if role is Role.PARTS:
@@ -131,7 +96,7 @@ class Rewriter:
         outputs, inputs = self._kept[node], self._kept[source]
         weight, bias, border = cut(self._channels, node, source, outputs, inputs)
         if isinstance(layer.module, nn.Linear):
-            put(self._owner, str(node.target), _linear(layer.module, weight, bias))
+            self._owner.set_submodule(str(node.target), _linear(layer.module, weight, bias))
             self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), ())]
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
@@ -153,7 +118,7 @@ class Rewriter:
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""
         name = str(node.target)
-        buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
+        buckets = self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
         order = in_turn(buckets)
         back = None if free else restoring(buckets, convolution.weight.device)
@@ -171,7 +136,7 @@ class Rewriter:
             convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias, len(kept))
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
-            put(self._owner, str(node.target), _cut_by_channel(module, kept))
+            self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
         return self._graph.call_module(str(node.target), (self._new[sources[0]],))
 
     def _join(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:

@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loco_ext.sparsity.budget.choose import Floats, LayerChoices, SizeProblem, Sizes
+from loco_ext.sparsity.budget import choose
+from loco_ext.sparsity.budget.choose import best_at, improved, within
 from loco_ext.sparsity.budget.layer_time import LayerTime
+from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
+from loco_ext.sparsity.compaction.constants import Floats
 from tests.covering import slow
 
 RNG = np.random.default_rng
@@ -112,7 +115,7 @@ def test_no_channel_that_comes_or_goes_is_worth_its_time(seed: int) -> None:
     """All channels of a block cost the same, so that one more or less is a step that its decision has weighed."""
     problem = steps(seed)
     for price in 10 ** RNG(seed).uniform(-2, 0, 8):
-        found = problem.improve(problem.whole(), price)
+        found = improved(problem, problem.whole(), price)
         stays = problem.stays(found)
         for changed in np.flatnonzero(~problem.fixed):
             after = stays ^ (np.arange(len(stays)) == changed)
@@ -129,7 +132,7 @@ def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Si
     costs = np.asarray([problem.cost(sizes) for sizes in all_sizes])
     losses = np.asarray([problem.lost(sizes) for sizes in all_sizes])
     for price in 10 ** RNG(seed).uniform(-2.5, 0.3, 8):
-        found = problem.at(price)
+        found = best_at(problem, price)
         assert by_hand(problem, found) == pytest.approx(problem.cost(found), rel=1e-12)
         assert problem.lost(found) + price * problem.cost(found) == pytest.approx((losses + price * costs).min())
 
@@ -138,8 +141,8 @@ def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Si
 def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[int], SizeProblem]) -> None:
     for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
         problem = make(seed)
-        budget = share * problem.cost(problem.whole())
-        found = problem.within(budget)
+        budget = share * problem.whole_cost
+        found = within(problem, budget)
         assert problem.cost(found) <= budget
         stays = problem.stays(found)
         for i, layer in enumerate(problem.layers):
@@ -154,8 +157,8 @@ def test_the_whole_filters_for_a_budget_are_those_of_brute_force() -> None:
     for seed, share in ((0, 0.5), (1, 0.5), (2, 0.3)):
         plain = pairs(seed)
         problem = SizeProblem(plain.layers, plain.fixed, plain.class_costs)
-        budget = share * problem.cost(problem.whole())
-        found = problem.within(budget)
+        budget = share * problem.whole_cost
+        found = within(problem, budget)
         assert problem.cost(found) <= budget
         least = min(problem.lost(sizes) for sizes in every(problem) if problem.cost(sizes) <= budget)
         assert problem.lost(found) == pytest.approx(least)
@@ -175,13 +178,13 @@ def test_exchanges_fill_the_budget_of_narrow_layers_and_lose_no_more(
             layers.append(LayerChoices(unit, taps, loses if rings else loses[:, [0, 3]], writes, reads, least=2))
             reads = writes
         problem = SizeProblem(layers, np.arange(27) < 3, np.zeros(27))
-        budget = share * problem.cost(problem.whole())
-        found = problem.within(budget)
+        budget = share * problem.whole_cost
+        found = within(problem, budget)
         assert problem.cost(found) <= budget
         assert all((chosen != layer.gone).sum() >= 2 for layer, chosen in zip(layers, found, strict=True))
         with monkeypatch.context() as context:
-            context.setattr(SizeProblem, "_exchanged", lambda self, sizes, *_: sizes)
-            without = problem.lost(problem.within(budget))
+            context.setattr(choose, "exchanged", lambda problem, sizes, *_: sizes)
+            without = problem.lost(within(problem, budget))
         assert problem.lost(found) <= without * (1 + 1e-9)
         won += problem.lost(found) < without * (1 - 1e-3)
         counts = np.indices([width - 1 for width in widths]).reshape(3, -1) + 2
@@ -204,9 +207,9 @@ def test_numbers_of_channels_are_rounded_and_no_exchange_between_layers_is_bette
     best, tried = 0, list(itertools.product(range(3), (0.3, 0.7)))
     for seed, share in tried:
         problem = pairs(seed)
-        budget = share * problem.cost(problem.whole())
+        budget = share * problem.whole_cost
         all_sizes = [(problem.cost(sizes), sizes) for sizes in every(problem)]
-        found, allowed = problem.within(budget), [sizes for cost, sizes in all_sizes if cost <= budget]
+        found, allowed = within(problem, budget), [sizes for cost, sizes in all_sizes if cost <= budget]
         assert problem.cost(found) <= budget
         assert problem.cost(found) in {cost for cost, _ in all_sizes}  # the cost is that of sizes with rounded numbers
         for i in (1, 3):  # layers that share their channels with no other
@@ -246,7 +249,7 @@ def test_a_budget_of_time_is_met_by_numbers_of_channels_that_run_together() -> N
                     sizes[i][np.argsort(-values)[count:]] = 1
             assert problem.cost(sizes) == pytest.approx(cost(*some))
             least = problem.lost(sizes) if cost(*some) <= budget and problem.lost(sizes) < least else least
-        found = problem.within(budget)
+        found = within(problem, budget)
         assert cost(*counts(found)) <= budget
         assert problem.lost(found) <= 1.2 * least
         best += problem.lost(found) <= least * (1 + 1e-9)
@@ -255,7 +258,7 @@ def test_a_budget_of_time_is_met_by_numbers_of_channels_that_run_together() -> N
 
 def test_a_budget_of_everything_removes_nothing() -> None:
     problem = chain(0)
-    assert all((chosen == 0).all() for chosen in problem.within(problem.cost(problem.whole())))
+    assert all((chosen == 0).all() for chosen in within(problem, problem.whole_cost))
 
 
 def test_importance_on_any_scale_gives_the_same_sizes() -> None:
@@ -263,8 +266,8 @@ def test_importance_on_any_scale_gives_the_same_sizes() -> None:
         problem = chain(1)
         layers = [LayerChoices(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in problem.layers]
         scaled = SizeProblem(layers, problem.fixed, problem.class_costs)
-        budget = 0.5 * problem.cost(problem.whole())
-        assert all(map(np.array_equal, problem.within(budget), scaled.within(budget)))
+        budget = 0.5 * problem.whole_cost
+        assert all(map(np.array_equal, within(problem, budget), within(scaled, budget)))
 
 
 def test_the_cheapest_sizes_are_found_where_none_cost_as_little() -> None:
@@ -273,4 +276,4 @@ def test_the_cheapest_sizes_are_found_where_none_cost_as_little() -> None:
     problem = SizeProblem(layers, plain.fixed, plain.class_costs)
     least = sum(unit * width for unit, width in zip((a.unit for a in layers), (3, 1, 1), strict=True))
     for budget in (0.0, 0.99 * least, 1.01 * least):
-        assert problem.cost(problem.within(budget)) == pytest.approx(least)
+        assert problem.cost(within(problem, budget)) == pytest.approx(least)
