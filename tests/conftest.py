@@ -64,6 +64,15 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield
 
 
+@pytest.fixture(params=["native", "cuda_on_cpu", "reference"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Force the CPU's kernels, the GPU's, compiled for the CPU, or the reference; return which."""
+    if request.param == "cuda_on_cpu":
+        operators.use(monkeypatch, request.getfixturevalue("compiled"))
+    with loco_ext.backend("reference" if request.param == "reference" else "native"):
+        yield request.param
+
+
 @pytest.fixture
 def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
     """Force the GPU's compiled kernels, compiled for the CPU."""

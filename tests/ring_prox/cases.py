@@ -15,7 +15,8 @@ from loco_ext import geometry, sparsity
 from tests.covering import covering
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BACKENDS = ("native", "reference")
+LIBRARIES = ("cpu", "cuda_on_cpu")  # of kernels, for the fixture native
+BACKENDS = ("native", "cuda_on_cpu", "reference")  # for the fixture backend
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 HALVES = ("top_left", "bottom_right")
 LARGEST_SIZE = 11
@@ -56,7 +57,7 @@ class Case:
     norm: str = "l2"
 
     def prox(self, backend: str = "native") -> Tensor:
-        with loco_ext.backend(backend):
+        with loco_ext.backend("reference" if backend == "reference" else "native"):
             return sparsity.ring_prox(
                 self.weight,
                 self.thresholds,
