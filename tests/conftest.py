@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import loco_ext
 from tests import triton_runs
@@ -125,6 +127,14 @@ def _compilations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of what the session compiles."""
     return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Make a process group of this process alone; yield its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

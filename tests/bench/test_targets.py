@@ -33,7 +33,7 @@ def test_an_eager_step_takes_the_longer_of_gpu_and_host_and_a_replayed_one_the_g
 
 
 @pytest.mark.parametrize(("rule", "dtype", "size"), [("sgd", "float32", 20), ("adamw", "bfloat16", 14)])
-def test_bandwidth_counts_the_arrays_of_a_step(rule, dtype, size):
+def test_bandwidth_on_a_gpu_counts_the_bytes_of_a_step(rule, dtype, size):
     record = made_up(Case("resnet50", rule, dtype, "graph"), {"cuda_uniform": 100.0}, {"cuda_uniform": 1.0}, copy=1e13)
     moved = 25_557_032 * size
     assert record["bytes"] == moved
