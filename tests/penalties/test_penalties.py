@@ -2,8 +2,6 @@
 
 import itertools
 
-import cvxpy
-import numpy as np
 import pytest
 import torch
 
@@ -11,9 +9,7 @@ from loco_ext import optim, sparsity
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
-from tests.ring_prox.solvers import clarabel
 from tests.tolerances import (
-    BY_INTERIOR_POINTS,
     assert_within_ulps,
     same_bits,
 )
@@ -127,24 +123,6 @@ def test_weights_on_the_meta_device_have_a_prox_and_steps(options, with_metric):
         for _ in range(2):
             optimizer.step()
     assert sparsity.kernel_sizes(weight).shape == (4,)
-
-
-@pytest.mark.parametrize("with_metric", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, with_metric):
-    """Eq. 32 couples the filters of a layer: CVXPY solves for all of them at once."""
-    weight = torch.randn(5, 2, 2, 2, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]).view(5, 1, 1, 1)
-    metric = torch.rand_like(weight) + 0.5 if with_metric else None
-    u = weight.flatten(1).numpy()
-    d = np.ones_like(u) if metric is None else metric.flatten(1).numpy()
-    x = cvxpy.Variable(u.shape)
-    total = sum(cvxpy.norm(x[o], 2 if norm == "l2" else "inf") for o in range(5))
-    fit = cvxpy.sum_squares(cvxpy.multiply(np.sqrt(d / 2), x - u))
-    for strength in (0.01, 0.3, 10.0):
-        clarabel(cvxpy.Problem(cvxpy.Minimize(fit + 0.5 * strength * cvxpy.square(total))))
-        expected = torch.from_numpy(x.value).view_as(weight)
-        found = KernelPenalty(strength, norm=norm, power=2).prox(weight, 0.5, metric)
-        assert ((found - expected).abs().max() / weight.abs().max()) <= BY_INTERIOR_POINTS
 
 
 @pytest.mark.usefixtures("backend")

@@ -15,8 +15,6 @@ import torch
 from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
-import loco_ext
-from loco_ext import ops
 from loco_ext.ops.ring_prox import ProxCall
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
@@ -318,12 +316,3 @@ def test_weights_that_lie_farther_apart_than_2_to_the_31(interpreter):
     t = torch.tensor([0.5, 0.7], dtype=F64)
     expected = reference.ring_prox(weight.to(BF16), [0, 1, 0], t, None, weight.to(BF16).abs(), False)
     assert_within_ulps(result.to(BF16), expected, scale=weight.abs())
-
-
-def test_tensors_on_the_cpu_are_refused():
-    call = make((2, 2, 3))
-    with loco_ext.backend("triton"):
-        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
-            ops.ring_prox(call.weight, call.rings, call.thresholds)
-        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
-            ops.ring_norms(call.weight, call.rings, 3)
