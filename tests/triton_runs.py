@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from bench.ahead_of_time import Driver, Warmed, gpu
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_compiler = [
@@ -120,6 +123,25 @@ class Guarded:
 
 
 # ---- the compiler
+
+
+@contextmanager
+def warmed(
+    module: ModuleType, *names: str, target: tuple[str, int | str], **changes: Any
+) -> Iterator[dict[str, Warmed]]:
+    """Compile a launcher's kernels, given by name, for a backend and an architecture instead of launching them.
+
+    changes: other attributes of the launcher's module.
+    """
+    import triton
+
+    kernels = {name: Warmed(getattr(module, name)) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", Driver(gpu(*target)))
+        patch.setattr(torch.version, "hip", "7.0" if target[0] == "hip" else None)
+        for name, value in {**kernels, **changes}.items():
+            patch.setattr(module, name, value)
+        yield kernels
 
 
 def count(pattern: str, text: str) -> int:
