@@ -15,6 +15,7 @@ from loco_ext.ops.ring_prox import ProxCall, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
 from tests.cuda_on_cpu import build, operators
+from tests.ring_prox.cases import LAYOUTS
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 SHARED_SOURCES = [
@@ -30,16 +31,6 @@ MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "
 def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
     index = geometry.ring_index(shape[2:]).flatten().tolist() if len(shape) > 2 else [0]
     return index, max(index) + 1
-
-
-def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values in another layout."""
-    if layout == "channels_last":
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    if layout == "strided":
-        wide = tensor.new_zeros([2 * size for size in tensor.shape])
-        return wide[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
-    return tensor
 
 
 def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
@@ -103,7 +94,7 @@ def joint_calls(has_metric: bool, linf: bool) -> list[ProxCall]:
     for k, (dtype, size) in enumerate(zip(DTYPES * 2, sizes, strict=True)):
         wide = torch.randn(SIZES[size], dtype=torch.float64)
         wide[0] *= 0.1
-        weight = laid(wide.to(dtype), ["contiguous", "strided", "channels_last"][k % 3])
+        weight = LAYOUTS[["contiguous", "gaps", "channels_last"][k % 3]](wide.to(dtype))
         weight = {1: weight[:1], 5: weight[:0]}.get(k, weight)
         metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
         rings, count = rings_of(weight.shape)

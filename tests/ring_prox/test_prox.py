@@ -11,7 +11,7 @@ from loco_ext import ops, sparsity
 from loco_ext.reference.dtypes import compute_dtype
 from tests.covering import covering, label
 from tests.optim_step.layouts import GUARD
-from tests.ring_prox.cases import BACKENDS, FLOATS, LIBRARIES, MODES, Rings, covered_modes, make_case, mode_id
+from tests.ring_prox.cases import BACKENDS, FLOATS, LAYOUTS, LIBRARIES, MODES, Rings, covered_modes, make_case, mode_id
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -112,35 +112,6 @@ def test_rings_may_be_any_division_of_the_taps(metric, squared, linf):
         assert_near(*found, weight)
 
 
-def with_gaps(tensor: Tensor) -> Tensor:
-    """Return the values as every other kernel, channel and tap of a larger tensor filled with GUARD."""
-    place = torch.full([2 * size + 1 for size in tensor.shape], GUARD, dtype=tensor.dtype)
-    return place[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
-
-
-def reversed_axes(tensor: Tensor) -> Tensor:
-    axes = list(reversed(range(tensor.dim())))
-    return tensor.permute(axes).contiguous().permute(axes)
-
-
-def channels_last(tensor: Tensor) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.contiguous(memory_format=formats[tensor.dim()])
-
-
-def some_channels_last(tensor: Tensor) -> Tensor:
-    return channels_last(torch.cat([tensor, tensor + 1], 1))[:, : tensor.shape[1]]
-
-
-LAYOUTS = {
-    "channels_last": channels_last,
-    "part_of_channels_last": some_channels_last,
-    "with_gaps": with_gaps,
-    "reversed_axes": reversed_axes,
-    "kernels_and_channels_swapped": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "rows_and_columns_swapped": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "off_a_boundary": lambda t: torch.cat([t.flatten()[:3], t.flatten(), t.flatten()])[3 : 3 + t.numel()].view(t.shape),
-}
 LAID_OUT = [Rings((3, 5), "half", "auto"), Rings((3, 2, 4), "half", "auto")]
 
 
@@ -157,7 +128,7 @@ def test_a_weight_may_lie_in_any_layout_and_its_metric_in_another_of_another_dty
         if case.metric is not None:
             metric = case.metric.to(metric_dtype)
             case = replace(case, metric=metric.to(compute_dtype(dtype)))
-            moved = replace(moved, metric=LAYOUTS["reversed_axes"](metric))
+            moved = replace(moved, metric=LAYOUTS["kernels_fastest"](metric))
         before = moved.weight.clone()
         result = moved.prox("native")
         assert same_bits(moved.weight, before)

@@ -20,7 +20,8 @@ from torch import Tensor
 from loco_ext.ops.ring_prox import ProxCall
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
-from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, LAYOUTS, Call, assert_same, make
+from tests.ring_prox.cases import LAYOUTS
+from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, Call, assert_same, make
 from tests.tolerances import assert_within_ulps, same_bits
 from tests.triton_runs import Guarded, interpret, needs_triton, reserved
 
