@@ -88,6 +88,7 @@ def optim_step_sgd(
         hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
         first: 1 where the buffer is uninitialised and becomes ``d``; default or empty: all 0.
         l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
+        options: see :class:`StepOptions`.
 
     Example:
         >>> import torch
@@ -127,6 +128,7 @@ def optim_step_adam(
         steps: one-element float32 or float64 tensors, incremented by one.
         hyper: shape (groups, 5), columns lr, weight_decay, beta1, beta2, eps.
         l1: the decay's gradient is the sign of the weight (coupled decay only).
+        options: see :class:`StepOptions`.
 
     Example:
         >>> import torch
@@ -156,7 +158,10 @@ def _arguments(
     **options: Any,
 ) -> StepArgs:
     """Return the arguments as the backends take them; a list that is missing or None is empty."""
-    lists: dict[str, Any] = {name: list(options.pop(name, None) or ()) for name in _LISTS}
+    lists: dict[str, Any] = {}
+    for name in _LISTS:
+        given = options.pop(name, None)
+        lists[name] = [] if given is None else list(given)
     if ordinals is None:
         ordinals = () if options.get("seed") is None else range(len(params))
     lists |= {"params": list(params), "grads": list(grads), "ordinals": list(ordinals)}
