@@ -12,7 +12,7 @@ from loco_ext.sparsity import FoldedPenalty, KernelPenalty, RingPenalty, complex
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
-    pytest.mark.parametrize("backend", ["native", "reference"], indirect=True),
+    pytest.mark.parametrize("backend", ["cpu", "reference"], indirect=True),
 ]
 IMAGES = torch.linspace(-1, 1, 100).view(2, 2, 5, 5).double()
 

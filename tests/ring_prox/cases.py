@@ -16,7 +16,7 @@ from tests.covering import covering
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LIBRARIES = ("cpu", "cuda_on_cpu")  # of kernels, for the fixture native
-BACKENDS = ("native", "cuda_on_cpu", "reference")  # for the fixture backend
+BACKENDS = (*LIBRARIES, "reference")  # for the fixture backend
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 HALVES = ("top_left", "bottom_right")
 LARGEST_SIZE = 11

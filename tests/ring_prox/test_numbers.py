@@ -199,7 +199,7 @@ POWERS = [
 )
 def test_powers_of_two_of_weights_and_metric_change_nothing_else(norm, power, backend):
     in_float64 = make_case(RINGS, 3, 4, norm=norm, metric=True, power=power)
-    for dtype, of_weight, of_metric in POWERS[:: 1 if backend == "native" else 4]:
+    for dtype, of_weight, of_metric in POWERS[:: 1 if backend == "cpu" else 4]:
         case = in_float64.to(dtype)
         scaled = replace(
             case,
