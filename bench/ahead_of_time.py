@@ -14,13 +14,6 @@ from typing import Any
 from unittest import mock
 
 
-def gpu(backend: str, arch: int | str) -> Any:
-    """Return the target: backend "cuda" or "hip"."""
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
-
-
 @dataclass
 class Warmed:
     """Stand-in for a kernel that compiles it instead of running it, or only records its launches."""
@@ -41,22 +34,29 @@ def launches(
     call: Callable[[], object],
     module: Any,
     kernels: Iterable[str],
-    target: Any,
+    target: tuple[str, int | str],
     compiles: bool = True,
     **replaced: Any,
 ) -> list[tuple[str, tuple[int, ...], dict[str, Any], Any]]:
     """Return name, grid, options and compiled code of each launch of the module's kernels in a call.
 
-    ``replaced`` has further functions of the module to replace meanwhile, by name.
+    Args:
+        target: "cuda" or "hip", and the architecture.
+        replaced: further attributes of the module to replace meanwhile, by name.
     """
+    import torch
     import triton
+    from triton.backends.compiler import GPUTarget
 
+    hip = target[0] == "hip"
+    gpu = GPUTarget(*target, 64 if hip else 32)
     driver = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: str(target), get_current_stream=lambda _device: 0
+        get_current_target=lambda: gpu, get_current_device=lambda: str(gpu), get_current_stream=lambda _device: 0
     )
     warmed: dict[str, Any] = {name: Warmed(getattr(module, name), compiles) for name in kernels}
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(torch.version, "hip", "7.0" if hip else None),
         mock.patch.multiple(module, **warmed, **replaced),
     ):
         call()

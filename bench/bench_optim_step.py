@@ -103,11 +103,23 @@ def expanded_map(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def our_step(
-    rule: Rule, parameters: Parameters, state: State | None = None, *, locality: tuple[float, float] | None
+    rule: Rule,
+    parameters: Parameters,
+    state: State | None = None,
+    *,
+    locality: tuple[float, float] | None,
+    cached: bool = True,
 ) -> Step:
-    """Return our step with uniform decay, or with the map."""
+    """Return our step with uniform decay, or with the map; ``cached=False`` collects all tensors anew in each step."""
     arguments = rule.arguments | {"locality": locality}
-    return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
+    optimizer: Any = rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments)
+    step = step_on(optimizer, state)
+
+    def collect_and_step() -> None:
+        optimizer._collected = []  # without the parameters of the last step, nothing is kept for the next one
+        step()
+
+    return step if cached else collect_and_step
 
 
 CANDIDATES: dict[str, Callable[..., Step]] = {
@@ -115,6 +127,7 @@ CANDIDATES: dict[str, Callable[..., Step]] = {
     **{f"torch_{name}_map": functools.partial(torch_map_step, implementation=name) for name in TORCH},
     "ours_uniform": functools.partial(our_step, locality=None),
     "ours_loco": functools.partial(our_step, locality=LOCALITY),
+    "ours_uncached": functools.partial(our_step, locality=None, cached=False),
 }
 LARGE_CANDIDATES = ("torch_loop", "torch_foreach", "torch_fused", "ours_uniform", "ours_loco")
 
@@ -123,6 +136,7 @@ OURS = {"uniform": "ours_uniform", "loco": "ours_loco"}
 # name: (numerator, denominator)
 RATIOS = {
     "loco / uniform": ("ours_loco", "ours_uniform"),
+    "uncached / uniform": ("ours_uncached", "ours_uniform"),
     "uniform / torch fused": ("ours_uniform", "torch_fused"),
     "loco / torch fused": ("ours_loco", "torch_fused"),
     "loco / torch fused + map": ("ours_loco", "torch_fused_map"),

@@ -198,8 +198,7 @@ def compiled(launch: Any, arch: int, tf32: bool) -> tuple[str, int, dict[str, An
         GPUS[arch].shared_memory, multiprocessors=GPUS[arch].multiprocessors, capability=arch // 10
     )
     replaced: dict[str, Any] = {"_tf32": lambda _dtype: tf32, "_gpu": lambda _device: of_gpu}
-    target = ahead_of_time.gpu("cuda", arch)
-    ((name, grid, options, code),) = ahead_of_time.launches(launch, block_sparse, KERNELS, target, **replaced)
+    ((name, grid, options, code),) = ahead_of_time.launches(launch, block_sparse, KERNELS, ("cuda", arch), **replaced)
     return name, grid[0], options, code
 
 

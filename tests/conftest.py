@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import loco_ext
 from tests import triton_runs
@@ -52,28 +54,37 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["cpu", "cuda_on_cpu"])
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Force the compiled kernels, so that a missing library fails tests instead of running the reference.
+def forced(request: pytest.FixtureRequest, kernels: str) -> Iterator[str]:
+    """Force the reference, or compiled kernels, so that a missing library fails tests instead of running the reference.
 
-    Each test runs with the CPU's kernels, then with the GPU's, compiled for the CPU.
+    kernels: "cpu", "cuda_on_cpu" for those of GPUs, compiled for the CPU, or "reference".
     """
-    if request.param == "cuda_on_cpu":
-        operators.use(monkeypatch, request.getfixturevalue("compiled"))
-    with loco_ext.backend("native"):
-        yield
+    if kernels == "cuda_on_cpu":
+        operators.use(request.getfixturevalue("monkeypatch"), request.getfixturevalue("compiled"))
+    with loco_ext.backend("reference" if kernels == "reference" else "native"):
+        yield kernels
+
+
+@pytest.fixture(params=["cpu", "cuda_on_cpu"])
+def native(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Force the CPU's kernels, then the GPU's."""
+    yield from forced(request, request.param)
+
+
+@pytest.fixture(params=["cpu", "cuda_on_cpu", "reference"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Force the CPU's kernels, then the GPU's, then the reference; return which."""
+    yield from forced(request, request.param)
 
 
 @pytest.fixture
-def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
-    """Force the GPU's compiled kernels, compiled for the CPU."""
-    operators.use(monkeypatch, compiled)
-    with loco_ext.backend("native"):
-        yield
+def cuda_on_cpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Force the GPU's kernels."""
+    yield from forced(request, "cuda_on_cpu")
 
 
 @pytest.fixture(params=optim_step_cases.KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too.
 
     Tests that ask for it run with the Triton kernels in Triton's interpreter, or with the reference, as well.
@@ -83,10 +94,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(optim_step_cases, "ELSEWHERE", optim_step_cases.Gpu("cuda", backend))
     if request.param == "interpreter":
         monkeypatch.setattr(optim_step_cases, "ELSEWHERE", request.getfixturevalue("interpreter"))
-    if request.param == "cuda_on_cpu":
-        operators.use(monkeypatch, request.getfixturevalue("compiled"))
-    with loco_ext.backend("reference" if request.param == "reference" else "native"):
-        yield
+    yield from forced(request, request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,6 +124,14 @@ def _compilations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of what the session compiles."""
     return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Make a process group of this process alone; yield its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,7 @@ Torch's optimizers are tested to document the claim, and with torch 2.13 only: o
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from loco_ext import optim
@@ -102,13 +100,6 @@ def test_5_weights_gradients_and_states_may_differ_in_strides(make):
         assert (param - expected).abs().max() > 0.1
     else:
         assert_within_ulps(param.detach(), expected, scale=4.0)
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_6_dtensors_are_stepped(make, mesh):

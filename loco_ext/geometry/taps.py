@@ -17,6 +17,8 @@ from torch import Tensor
 from loco_ext.argument_checks import check_choice, check_ints, check_number
 
 KernelSize = int | Sequence[int]
+KINDS = ("half", "full")  # of rings
+FIRST = ("auto", "top_left", "bottom_right")  # ends that the outermost half ring may take
 
 
 def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
@@ -154,8 +156,8 @@ def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") 
     [0, 0, 0, 0, 2, 1, 0, 1, 1]
     """
     shape = check_ints("kernel_size", kernel_size)
-    check_choice("kind", kind, ("half", "full"))
-    check_choice("first", first, ("auto", "top_left", "bottom_right"))
+    check_choice("kind", kind, KINDS)
+    check_choice("first", first, FIRST)
     any_even = any(size % 2 == 0 for size in shape)
     if kind == "full" and any_even:
         raise ValueError(f"kernel_size: expected odd sizes for full rings, got {shape}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 
 
 @dataclass
@@ -69,15 +68,12 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+    if isinstance(tensor, FakeTensor):  # warns where it is asked for its address
         return False
-    if type(tensor) in (Tensor, Parameter):
-        return True
     try:
-        tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:
         return False
-    return True
 
 
 def _distinct(region: Region) -> bool:

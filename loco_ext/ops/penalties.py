@@ -78,11 +78,6 @@ class StepPenalty:
         # The kernels read the penalty from this table: the number of taps, each tap's ring, and each ring's t and q.
         self.table = torch.cat([numbers, self.thresholds, zeros if self.squared is None else self.squared])
 
-    @property
-    def of_layer(self) -> bool:
-        """Return whether the penalty is on all filters of a layer together."""
-        return self.joint
-
     def scaled(self, step: float | Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
         """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them.
 
@@ -116,11 +111,6 @@ class LayerPenalty:
 
     prox: Callable[[Tensor, float, Tensor | None], Tensor]
     prepare: Callable[[], object] = bool  # does nothing
-
-    @property
-    def of_layer(self) -> bool:
-        """Return True, as the penalty is on all filters together. :class:`StepPenalty` has the same property."""
-        return True
 
 
 OfStep = StepPenalty | LayerPenalty

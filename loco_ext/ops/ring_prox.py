@@ -170,18 +170,11 @@ def ring_prox(
         check_metric(metric, weight)
     weight, rings = weight.detach(), list(rings)
     if not joint or squared is None:
-        return run_prox(weight, rings, thresholds.contiguous(), squared, metric, linf)
-    t, q = thresholds.contiguous(), squared
-    if not joins_in_kernel(weight):
-        t, q = t.to(weight.device), q.to(weight.device)
-    return run_joint_prox(weight, rings, t, q, metric, linf, plain=not thresholds.any())
-
-
-def run_prox(
-    weight: Tensor, rings: list[int], t: Tensor, q: Tensor | None, metric: Tensor | None, linf: bool
-) -> Tensor:
-    """Return :func:`ring_prox` of each filter by itself, unchecked; t, q: contiguous, on the CPU or weight's device."""
-    return _run("ring_prox", weight, rings, t, q, metric, linf)
+        return _run("ring_prox", weight, rings, thresholds.contiguous(), squared, metric, linf)
+    if joins_in_kernel(weight):
+        return run_joint_kernels([ProxCall(weight, rings, thresholds.contiguous(), squared, metric, linf)])[0]
+    t, q = thresholds.to(weight.device), squared.to(weight.device)
+    return run_joint_prox(weight, rings, t.contiguous(), q, metric, linf, plain=not thresholds.any())
 
 
 def joins_in_kernel(weight: Tensor) -> bool:
@@ -209,7 +202,7 @@ def run_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
     if calls and backends.choose(_FAMILY, calls[0].weight.device) == "triton":
         found: list[Tensor] = _triton().ring_proxes(calls)
         return found
-    return [run_prox(call.weight, list(call.rings), call.t, call.q, call.metric, call.linf) for call in calls]
+    return [_run("ring_prox", call.weight, list(call.rings), call.t, call.q, call.metric, call.linf) for call in calls]
 
 
 def run_joint_kernels(calls: Sequence[ProxCall]) -> list[Tensor]:
@@ -233,20 +226,20 @@ def run_joint_kernels(calls: Sequence[ProxCall]) -> list[Tensor]:
 def run_joint_prox(
     weight: Tensor, rings: list[int], t: Tensor, q: Tensor, metric: Tensor | None, linf: bool, plain: bool
 ) -> Tensor:
-    """Return :func:`ring_prox` of all filters together, unchecked; the host waits for no GPU.
+    """Return :func:`ring_prox` of all filters together without :func:`run_joint_kernels`, unchecked.
+
+    The host waits for no GPU.
 
     Args:
-        t, q: contiguous, on the weight's device, or on the CPU if :func:`joins_in_kernel`.
+        t, q: contiguous, on the weight's device.
         plain: whether t is known to be 0.
     """
-    if joins_in_kernel(weight):
-        return run_joint_kernels([ProxCall(weight, rings, t, q, metric, linf)])[0]
     chosen = backends.choose(_FAMILY, weight.device)
     if chosen == "reference":
         return _reference.ring_prox(weight, rings, t, q, metric, linf, True)
 
     def prox(u: Tensor, factor: Tensor) -> Tensor:
-        return run_prox(u, rings, t + factor * q, None, metric, linf)
+        return _run("ring_prox", u, rings, t + factor * q, None, metric, linf)
 
     norms_of = partial(group_norms, rings=rings, count=q.shape[-1], linf=linf)
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))

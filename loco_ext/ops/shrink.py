@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.ops import backends
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import ProxCall, joins_in_kernel, run_joint_kernels, run_joint_prox, run_proxes
 from loco_ext.ops.step_args import StepArgs
@@ -43,20 +44,11 @@ def _lies_by_filters(param: Tensor) -> bool:
 def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
 
-    On a GPU, joint penalties share launches, and so do the metrics of all others and their proxes in Triton, batch by
-    batch.
+    On a GPU, the metrics of a batch share launches, and so do joint penalties and, in Triton, all other proxes.
     """
-    joint: list[int] = []
-    alone: list[int] = []
-    for i in chosen:
-        penalty = args.penalties[i]
-        shares = isinstance(penalty, StepPenalty) and penalty.joint and joins_in_kernel(args.params[i])
-        (joint if shares else alone).append(i)
-    for batch in _batches(args, alone):
+    for batch in _batches(args, chosen):
         penalties, weights = [args.penalties[i] for i in batch], [args.params[i] for i in batch]
         yield batch, proxes_of(penalties, weights, _prox_sizes(args, batch))
-    if joint:
-        yield joint, _prox_of_joint(args, joint)
 
 
 def _batches(args: StepArgs, chosen: Sequence[int]) -> Iterator[list[int]]:
@@ -69,7 +61,7 @@ def _batches(args: StepArgs, chosen: Sequence[int]) -> Iterator[list[int]]:
     elements = 0
     for i in chosen:
         w = args.params[i]
-        if batch and (w.device.type != "cuda" or elements + w.numel() > MOST_IN_A_BATCH):
+        if batch and (not backends.runs_gpu_kernels(w.device) or elements + w.numel() > MOST_IN_A_BATCH):
             yield batch
             batch, elements = [], 0
         batch.append(i)
@@ -87,20 +79,6 @@ def _prox_sizes(args: StepArgs, chosen: Sequence[int]) -> list[tuple[Any, Tensor
     return prox_sizes(args.rule, rows, [args.states[-1][i] if args.states else None for i in chosen], steps)
 
 
-def _prox_of_joint(args: StepArgs, chosen: Sequence[int]) -> list[Tensor]:
-    results = {i: args.params[i] for i in chosen}
-    calls: dict[int, ProxCall] = {}
-    for i, (size, divisor) in zip(chosen, _prox_sizes(args, chosen), strict=True):
-        w, penalty = args.params[i], args.penalties[i]
-        assert isinstance(penalty, StepPenalty)
-        if not _is_zero(size):
-            t, q = penalty.scaled(size, w.device if isinstance(size, Tensor) else None)
-            assert q is not None
-            calls[i] = ProxCall(w, penalty.rings, t, q, divisor, penalty.linf)
-    results.update(zip(calls, run_joint_kernels(list(calls.values())), strict=True))
-    return list(results.values())
-
-
 def proxes_of(
     penalties: Sequence[OfStep | None], weights: Sequence[Tensor], sizes: Sequence[tuple[Any, Tensor | None]]
 ) -> list[Tensor]:
@@ -110,22 +88,24 @@ def proxes_of(
         sizes: sizes of the steps, and each metric times that size (None: ones).
     """
     results = list(weights)
-    calls: dict[int, ProxCall] = {}
+    alone: dict[int, ProxCall] = {}
+    joint: dict[int, ProxCall] = {}
     for k, (penalty, w, (size, divisor)) in enumerate(zip(penalties, weights, sizes, strict=True)):
         if penalty is None or _is_zero(size):
             continue
         if isinstance(penalty, LayerPenalty):
             results[k] = _prox_of_layer(penalty, w, float(size), divisor)
             continue
-        on_device = isinstance(size, Tensor) or (penalty.joint and not joins_in_kernel(w))
-        t, q = penalty.scaled(size, w.device if on_device else None)
-        if q is not None and penalty.joint:
+        in_torch = penalty.joint and not joins_in_kernel(w)
+        t, q = penalty.scaled(size, w.device if in_torch or isinstance(size, Tensor) else None)
+        if in_torch and q is not None:
             plain = not penalty.thresholds.any()
             results[k] = run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
         else:
-            calls[k] = ProxCall(w, penalty.rings, t, q, divisor, penalty.linf)
-    for k, shrunk in zip(calls, run_proxes(list(calls.values())), strict=True):
-        results[k] = shrunk
+            (joint if penalty.joint else alone)[k] = ProxCall(w, penalty.rings, t, q, divisor, penalty.linf)
+    for calls, run in ((alone, run_proxes), (joint, run_joint_kernels)):
+        for k, shrunk in zip(calls, run(list(calls.values())), strict=True):
+            results[k] = shrunk
     return results
 
 

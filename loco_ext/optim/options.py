@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_choice
+
 Group = dict[str, Any]
 
 
@@ -72,8 +74,7 @@ def lr_for(param: Tensor, group: Group) -> float | Tensor:
 
 def check_own(group: Group) -> None:
     """Raise TypeError or ValueError if an option that this package adds is unusable, whatever the parameters are."""
-    if group["norm"] not in ("l2", "l1"):
-        raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
+    check_choice("norm", group["norm"], ("l2", "l1"))
     if group["norm"] == "l1" and group.get("decoupled_weight_decay"):
         raise ValueError("norm: expected 'l2' for AdamW, whose decay is decoupled (Adam and SGD take 'l1')")
     if group["state_dtype"] not in (None, torch.float32):

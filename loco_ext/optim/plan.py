@@ -19,6 +19,7 @@ from loco_ext.ops import backend
 from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.penalties import LayerPenalty, OfStep
 from loco_ext.ops.step_args import StepArgs
+from loco_ext.ops.streams import is_capturing
 from loco_ext.optim.locality import decay_maps
 from loco_ext.optim.options import Group
 from loco_ext.optim.penalty import step_penalties
@@ -179,7 +180,7 @@ class Batch(StepArgs):
         """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""
         if self.created:
             check_not_captured(self.params[0])
-        if self.seed is not None and _is_captured(self.params[0]):
+        if self.seed is not None and is_capturing(self.params[0].device):
             raise RuntimeError(
                 "stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike"
             )
@@ -204,10 +205,5 @@ def extend(values: list[Any], default: Any, before: int, more: Sequence[Any], co
 
 def check_not_captured(param: Tensor) -> None:
     """Raise RuntimeError if states are about to be created or moved under capture: every replay would do so again."""
-    if _is_captured(param):
+    if is_capturing(param.device):
         raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
-
-
-def _is_captured(param: Tensor) -> bool:
-    """Return whether a CUDA graph is capturing the current stream of the parameter's device."""
-    return param.is_cuda and torch.cuda.is_current_stream_capturing()

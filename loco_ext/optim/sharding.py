@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.ops.penalties import OfStep
+from loco_ext.ops.penalties import LayerPenalty, OfStep
 
 
 def local_tensors(
@@ -81,7 +81,7 @@ def _check_placements(index: int, param: Any, decay_map: Tensor | None, penalty:
         wanted = None
         if decay_map is not None and sizes[axis] > 1:
             wanted = "sharding along channels for a parameter with a decay map"
-        elif penalty is not None and penalty.of_layer:
+        elif isinstance(penalty, LayerPenalty) or (penalty is not None and penalty.joint):
             wanted = "no sharding for a parameter with this penalty"
         elif penalty is not None and axis != 0:
             wanted = "sharding along output channels for a parameter with this penalty"

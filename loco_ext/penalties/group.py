@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from loco_ext import ops
-from loco_ext.argument_checks import check_number
+from loco_ext.argument_checks import check_choice, check_number
+from loco_ext.geometry.taps import FIRST, KINDS
 from loco_ext.penalties.base import Penalty
 from loco_ext.penalties.filters import WEIGHTINGS, BlockFilters, Filters, filters_of
-from loco_ext.penalties.penalty_checks import check_metric, check_norm
+from loco_ext.penalties.penalty_checks import NORMS, check_metric
 
 
 class _GroupPenalty(Penalty):
@@ -37,9 +38,8 @@ class _GroupPenalty(Penalty):
 
     def __post_init__(self) -> None:
         check_number("strength", self.strength)
-        if self.weighting not in tuple(WEIGHTINGS):
-            raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {self.weighting!r}")
-        check_norm(self.norm)
+        check_choice("weighting", self.weighting, tuple(WEIGHTINGS))
+        check_choice("norm", self.norm, NORMS)
         if isinstance(self.power, bool) or not isinstance(self.power, Real) or self.power not in (1, 2):
             raise ValueError(f"power: expected 1 or 2, got {self.power!r}")
 
@@ -213,10 +213,8 @@ class RingPenalty(_GroupPenalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in ("half", "full"):
-            raise ValueError(f"kind: expected 'half' or 'full', got {self.kind!r}")
-        if self.first not in ("auto", "top_left", "bottom_right"):
-            raise ValueError(f"first: expected 'auto', 'top_left' or 'bottom_right', got {self.first!r}")
+        check_choice("kind", self.kind, KINDS)
+        check_choice("first", self.first, FIRST)
 
     def filters(self, weight: Tensor) -> Filters:
         return filters_of(weight, self.kind, self.first)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loco_ext.argument_checks import check_tensor
+from loco_ext.argument_checks import check_choice, check_tensor
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.penalties.filters import conv_filters
-from loco_ext.penalties.penalty_checks import check_metric, check_norm, thresholds_of
+from loco_ext.penalties.penalty_checks import NORMS, check_metric, thresholds_of
 from loco_ext.reference.ring_prox import power_of_two
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
 
@@ -53,7 +53,7 @@ def kkt_residual(
     """
     filters = conv_filters(weight, kind, first)
     rings, count = filters.rings, filters.count
-    check_norm(norm)
+    check_choice("norm", norm, NORMS)
     if metric is not None:
         check_metric(metric, weight)
     check_tensor("result", result)

@@ -29,12 +29,6 @@ def check_convolution(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name}: expected at least one weight a filter, got shape {tuple(weight.shape)}")
 
 
-def check_norm(norm: str) -> None:
-    """Raise ValueError unless ``norm`` is a norm of groups."""
-    if norm not in NORMS:
-        raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
-
-
 def check_metric(metric: Tensor, weight: Tensor) -> None:
     """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, where it can be read, positive."""
     if not isinstance(metric, Tensor):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_choice
 from loco_ext.penalties.filters import conv_filters
-from loco_ext.penalties.penalty_checks import check_metric, check_norm, thresholds_of
+from loco_ext.penalties.penalty_checks import NORMS, check_metric, thresholds_of
 
 
 def ring_norms(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
@@ -82,7 +83,7 @@ def ring_prox(
                 [0., 0., 0.]])
     """
     filters = conv_filters(weight, kind, first)
-    check_norm(norm)
+    check_choice("norm", norm, NORMS)
     if metric is not None:
         check_metric(metric, weight)
     t = thresholds_of("thresholds", thresholds, filters.count, len(weight))

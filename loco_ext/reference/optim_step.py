@@ -33,26 +33,23 @@ def optim_step(args: StepArgs) -> None:
         w, last = (_sgd if args.rule is SGD else _adam)(args, i, row, w, g, words)
         if args.penalties and (penalty := args.penalties[i]) is not None:
             step = args.steps[i].item() if args.rule.counts_steps else None
-            w = _prox(w, penalty, *prox_size(args.rule, row, last, step))
+            w = _prox(w, penalty, *prox_sizes(args.rule, [row], [last], [step])[0])
         words.store(param, w, 0)
-
-
-def prox_size(rule: Rule, row: Sequence[Any], last: Tensor | None, step: Any) -> tuple[Any, Tensor | None]:
-    """Return the size of the prox that ends a parameter's step, and its metric times that size (None: ones).
-
-    Args:
-        rule: the step's rule.
-        row: the hyper-parameters, ``rule.columns``; the size is a tensor where the learning rate is one.
-        last: the parameter's last state after the step, in the compute dtype; None if it has none.
-        step: its step count, a number or a tensor; any value unless ``rule.counts_steps``.
-    """
-    return prox_sizes(rule, [row], [last], [step])[0]
 
 
 def prox_sizes(
     rule: Rule, rows: Sequence[Sequence[Any]], lasts: Sequence[Tensor | None], steps: Sequence[Any]
 ) -> list[tuple[Any, Tensor | None]]:
-    """Return :func:`prox_size` of each parameter; on a GPU, the square roots of all parameters share launches."""
+    """Return the size of the prox that ends each parameter's step, and its metric times that size (None: ones).
+
+    On a GPU, the square roots of all parameters share launches.
+
+    Args:
+        rule: the step's rule.
+        rows: hyper-parameters, ``rule.columns``; the size is a tensor where the learning rate is one.
+        lasts: each parameter's last state after the step, in the compute dtype; None if it has none.
+        steps: step counts, numbers or tensors; any values unless ``rule.counts_steps``.
+    """
     if rule is SGD:
         return [
             (_at_least_0(lr if last is None else lr * ((1 - dampening) / (1 - momentum))), None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.ahead_of_time import gpu, launches, resources
+from bench.ahead_of_time import launches, resources
 from tests.covering import covering, slow
 from tests.triton_runs import CUDA, count, needs_compiler, vectors
 
@@ -95,7 +95,7 @@ def launch_of(
     """Return the only launch of the kernels in a call, compiled for the GPU."""
     from loco_ext.triton_kernels import block_sparse
 
-    target = gpu("hip" if arch == AMD else "cuda", arch)
+    target = ("hip" if arch == AMD else "cuda", arch)
     ((_, grid, options, compiled),) = launches(call, block_sparse, kernels, target, compiles, **replaced)
     used = resources(compiled.asm["cubin"]) if compiled is not None and arch != AMD else {}
     return Launch(grid, options, compiled, used)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.ahead_of_time import gpu, launches, resources
+from bench.ahead_of_time import launches, resources
 from loco_ext.ops.landscape import laplacian_stencil
 from loco_ext.reference import landscape as reference
 from tests.covering import slow
@@ -73,7 +73,7 @@ def test_the_kernels_compile_within_their_budgets(name, arch):
     from loco_ext.triton_kernels import landscape
 
     call = make_call((16, 3, 64, 64), *COMPILED[name])
-    found = launches(lambda: run(*call), landscape, BUDGET, gpu("cuda", arch))
+    found = launches(lambda: run(*call), landscape, BUDGET, ("cuda", arch))
     assert [kernel for kernel, *_ in found] == list(BUDGET)
     for kernel, _, _, compiled in found:
         used = resources(compiled.asm["cubin"])

@@ -25,7 +25,7 @@ LAYOUTS = {
     "reversed": lambda t: t.permute([*reversed(range(t.dim()))]).contiguous().permute([*reversed(range(t.dim()))]),
     "spaced": lambda t: torch.stack([t, t], -1)[..., 0],
     "offset": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
-    "channels_last": lambda t: t.clone(memory_format=torch.channels_last) if t.dim() == 4 else t.clone(),
+    "channels_last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t.clone(),
 }
 
 
@@ -119,10 +119,10 @@ def _compare_states(ours, theirs, before, pull):
         ours[key].copy_(value)
 
 
-def through_a_file(state_dict):
-    """Return a copy of the state dict from torch.save and torch.load, which executes no code with weights_only."""
+def through_a_file(state):
+    """Return a copy of state dicts from torch.save and torch.load, which executes no code with weights_only."""
     file = io.BytesIO()
-    torch.save(state_dict, file)
+    torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 

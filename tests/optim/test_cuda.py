@@ -8,7 +8,6 @@ import copy
 import itertools
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,40 +18,19 @@ from loco_ext import ops, optim
 from tests.optim import gpu
 from tests.optim.gpu import BF16, F16, F32, F64, SCALE, needs_gpu
 from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
-from tests.optim_step.cases import Case, make_case
-from tests.optim_step.layouts import GUARD, KINDS, LAYOUTS, gaps
+from tests.optim_step.cases import Case, Gpu, make_case
+from tests.optim_step.layouts import KINDS, LAYOUTS, gaps, shifted
 from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
 
 # ---- single kernels
 
 
-def moved_tensor(tensor, device):
-    """Copy the tensor, with all the memory that it is a view of, to a device; its offset and strides stay the same."""
-    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return memory.to(device, copy=True).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def moved(case: Case, device: str) -> Case:
-    """Return the case with all that the kernels read on the device moved there."""
-    lists = {name: [moved_tensor(t, device) for t in tensors] for name, tensors in case.lists.items()}
-    options = dict(case.options)
-    for name in ("grad_scale", "found_inf"):
-        if options.get(name) is not None:
-            options[name] = options[name].to(device)
-    if "lrs" in options:
-        options["lrs"] = [lr.to(device) for lr in options["lrs"]]
-    return replace(case, lists=lists, options=options)
-
-
-def stepped_on_gpu(case: Case, backend: str) -> Case:
-    return moved(moved(case, "cuda").step(backend), "cpu")
-
-
 def assert_is_reference(case: Case, backend: str, expected: Case | None = None) -> None:
     """Assert that the GPU gives the reference's bits (nearly, in float64) and leaves memory around views unchanged."""
     expected = case.copy().step("reference") if expected is None else expected
-    stepped = stepped_on_gpu(case, backend)
+    stepped = case.copy()
+    Gpu("cuda", backend).step_in_place(stepped)
     for name, tensors in expected.lists.items():
         for i, (a, b, before) in enumerate(zip(stepped.lists[name], tensors, case.lists[name], strict=True)):
             if case.params[i].dtype == F64:
@@ -61,12 +39,6 @@ def assert_is_reference(case: Case, backend: str, expected: Case | None = None) 
                 assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
             assert a.stride() == before.stride()
             assert same_bits(gaps(a), gaps(before)), f"{name}[{i}]: memory outside the view was written"
-
-
-def shifted(tensor, by):
-    """Copy the tensor ``by`` elements into larger memory, which continues after it."""
-    memory = torch.full((tensor.numel() + by + 9,), GUARD, dtype=tensor.dtype)
-    return memory[by : by + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 # Sizes around those of a block's part, 8192 and 2048, and of the vectors at its ends.

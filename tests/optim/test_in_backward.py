@@ -191,7 +191,6 @@ def growth_in_backward() -> dict[str, float] | None:
     return extra
 
 
-RINGS = RingPenalty(1e-3)
 REFUSED = [
     (lambda model: torch.optim.SGD(model.parameters()), TypeError, "optimizer: expected an SGD, Adam or AdamW of loco"),
     (lambda model: optim.SGD(model[2].parameters()), ValueError, "optimizer: expected one that has the weights"),

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,14 +36,6 @@ from tests.tolerances import same_bits
 
 WORLD = 2
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    """Create a process group with only this process and yield its mesh."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(params, mesh, placement):

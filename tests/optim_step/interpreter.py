@@ -3,12 +3,11 @@
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.optim_step.cases import Case
-from tests.triton_runs import loaded, reserved, saved
+from tests.triton_runs import interpret, reserved
 
 BLOCK = 2048  # elements that one program steps
 CPU = torch.device("cpu")
@@ -16,11 +15,11 @@ CPU = torch.device("cpu")
 # ---- These functions run in the interpreter's process.
 
 
-def run(data: bytes, wide: bool) -> bytes:
-    """Step a case and return it, pickled; ``wide``: number elements with 64 bits, whether they need it or not."""
+def run(case: Case, wide: bool) -> Case:
+    """Step a case and return it; ``wide``: number elements with 64 bits, whether they need it or not."""
     from loco_ext.triton_kernels import optim_step
 
-    case, form_of = loaded(data), optim_step.form_of
+    form_of = optim_step.form_of
     with pytest.MonkeyPatch.context() as patch:
         if wide:
             patch.setattr(optim_step, "form_of", lambda *arguments: replace(form_of(*arguments), wide=True))
@@ -28,7 +27,7 @@ def run(data: bytes, wide: bool) -> bytes:
             step_and_shrink(case)
         else:
             optim_step.optim_step(case.arguments())
-    return saved(case)
+    return case
 
 
 def step_and_shrink(case: Case) -> None:
@@ -42,15 +41,15 @@ def step_and_shrink(case: Case) -> None:
         case.step("triton")
 
 
-def scalars(data: bytes) -> torch.Tensor:
+def scalars(case: Case) -> torch.Tensor:
     """Return the scalars that Adam's first kernel computes for each tensor."""
     from loco_ext.triton_kernels import optim_step
 
-    args = loaded(data).arguments()
-    return optim_step.prepare(optim_step.upload_table(optim_step.describe(args), CPU), args).numpy()
+    args = case.arguments()
+    return optim_step.prepare(optim_step.upload_table(optim_step.describe(args), CPU), args)
 
 
-def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
+def far(numel: int, stride: int, wide: bool) -> list[torch.Tensor]:
     """Step only the last elements of a bfloat16 tensor too large for memory; return them and their gradients."""
     from loco_ext.triton_kernels import optim_step
 
@@ -67,7 +66,7 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
     ((kind, first, count),) = table.launches
     assert optim_step.form_of(kind, args).wide == wide
     optim_step.launch(replace(table, launches=[(kind, first + skipped, count - skipped)]), args, None)
-    return [w[begin:].clone().float().numpy(), g[begin:].clone().float().numpy()]
+    return [w[begin:].clone().float(), g[begin:].clone().float()]
 
 
 # ---- These run in the test's own process.
@@ -80,7 +79,7 @@ class Interpreter:
 
     def step(self, case: Case) -> Case:
         """Return the case after its step."""
-        return loaded(self.pool.submit(run, saved(case), self.wide).result())
+        return interpret(self.pool, run, case, self.wide)
 
     def step_in_place(self, case: Case) -> None:
         stepped = self.step(case)

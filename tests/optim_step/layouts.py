@@ -17,6 +17,12 @@ def guarded(tensor: Tensor, view) -> Tensor:
     return place
 
 
+def shifted(tensor: Tensor, by: int) -> Tensor:
+    """Copy the tensor ``by`` elements into larger memory filled with GUARD, which continues after it."""
+    memory = torch.full((tensor.numel() + by + 9,), GUARD, dtype=tensor.dtype)
+    return memory[by : by + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
 def permuted(tensor: Tensor, order: list[int]) -> Tensor:
     """Return the same values with the dimensions in memory in the given order."""
     inverse = [order.index(d) for d in range(tensor.dim())]

@@ -29,18 +29,11 @@ def check(compiled: Path) -> Path:
     return build.compile_program(sources, compiled / "check_optim_step", sanitize=True)
 
 
-@pytest.mark.parametrize("order", build.ORDERS)
-def test_random_calls_give_what_the_cpu_does(check: Path, order: str) -> None:
-    count = 20
-    done = build.run_program(check, 1000 * build.ORDERS.index(order), count, order=order)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(f"{count} calls, ")
-
-
-def test_the_order_of_threads_and_blocks_changes_no_bit(check: Path) -> None:
-    outputs = {build.run_program(check, 500, 10, order=order).stdout for order in build.ORDERS}
-    assert len(outputs) == 1, outputs
-    assert outputs.pop().startswith("10 calls, ")
+def test_random_calls_give_what_the_cpu_does_and_the_same_bits_in_every_order(check: Path) -> None:
+    runs = [build.run_program(check, 500, 20, order=order) for order in build.ORDERS]
+    assert not any(done.returncode for done in runs), runs
+    (output,) = {done.stdout for done in runs}
+    assert output.startswith("20 calls, ")
 
 
 def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:

@@ -1,52 +1,59 @@
-"""Tests of the code that the optimizer step's Triton kernels compile to, for GPUs that this machine need not have."""
+"""Tests of the code that the optimizer step's Triton kernels compile to, for GPUs that this machine need not have.
+
+The tests call the launcher itself; instead of a launch, its kernels are compiled for the arguments that they received.
+"""
 
 from dataclasses import replace
 from unittest.mock import MagicMock, call
 
 import pytest
+import torch
+from loco_ext.triton_kernels.uploads import Uploads
 
-from bench.ahead_of_time import gpu
+from bench.ahead_of_time import launches
 from tests.covering import slow
-from tests.optim_step.cases import make_case
+from tests.optim_step.cases import Case, make_case
 from tests.optim_step.interpreter import BLOCK
+from tests.optim_step.layouts import permuted, shifted
 from tests.triton_runs import count, needs_compiler, vectors
 
 pytestmark = needs_compiler
 
-THREADS = 256  # per block, as in the launcher
+THREADS = 256  # per block
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SHAPE = (5000, 3)
+VARIANTS = {
+    "sgd": ("sgd", {}),
+    "sgd_mixed": ("sgd", {"dtypes": (BF16, F16, F32), "seed": 3, "nesterov": True, "maximize": True}),
+    "sgd_double": ("sgd", {"dtypes": (F64,) * 3, "l1": True}),
+    "adam": ("adam", {}),
+    "adamw": ("adam", {"states": 3, "amsgrad": True, "decoupled": True}),
+    "adam_half": ("adam", {"dtypes": (BF16,) * 3, "states": 3, "amsgrad": True, "seed": 3}),
+    "adam_double": ("adam", {"dtypes": (F64,) * 3}),
+}
+# Number of multiply-adds per element in the source.
+FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
 
 
-def make_form(rule: str, *dtypes: str, **options):
-    import triton.language as tl
-    from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, StepForm
-
-    types = tuple(getattr(tl, dtype) for dtype in dtypes)
-    form = StepForm(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, False, False)
-    return replace(form, **options)
+def case_of(variant: str, **options) -> Case:
+    rule, given = VARIANTS[variant]
+    return make_case(rule, [SHAPE], **given, **options)
 
 
-def compiled(target, form, scale: str | None = None):
-    """Return the compilation stages by name, as for the launcher; ``scale`` is the type of grad_scale and found_inf."""
-    import triton
-    from loco_ext.triton_kernels.optim_step_kernels import step_kernel
-    from triton.compiler import ASTSource
+def compiled(case: Case, backend: str = "cuda", arch: int | str = 90, wide: bool = False) -> dict[str, str]:
+    """Return the text of each kernel of a step, by name; ``wide``: elements are numbered with 64 bits."""
+    from loco_ext.triton_kernels import optim_step
 
-    sections = ("hyper_at", "lrs_at", "entries_at", "nests_at", "maps_at", "chunks_at")
-    types = {"table": "*u8", **dict.fromkeys(sections, "i32")}
-    types |= {"scalars": "constexpr" if form.rule == "sgd" else "*fp64"}
-    types |= {name: scale or "constexpr" for name in ("grad_scale", "found_inf")}
-    types |= {"seed_low": "i32", "seed_high": "i32", "rounding_step": "i32", "FORM": "constexpr"}
-    constants = {"FORM": form} | ({} if scale else {"grad_scale": None, "found_inf": None})
-    constants |= {"scalars": None} if form.rule == "sgd" else {}
-    attributes = {(0,): [["tt.divisibility", 16]]}
-    source = ASTSource(step_kernel, types, constants, attributes)
-    return triton.compile(
-        source, target=target, options={"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
-    ).asm
+    form_of, warps = optim_step.form_of, 4 if backend == "hip" else 8
+    changes = {"_UPLOADS": Uploads(), "WARPS": warps, "form_of": lambda *args: replace(form_of(*args), wide=wide)}
+    kernels, target = ("prepare_kernel", "step_kernel"), (backend, arch)
+    launched = launches(lambda: optim_step.optim_step(case.arguments()), optim_step, kernels, target, **changes)
+    assert all(options["enable_fp_fusion"] is False for _name, _grid, options, _kernel in launched)
+    return {name: kernel.asm["amdgcn" if backend == "hip" else "ptx"] for name, _grid, _options, kernel in launched}
 
 
-def ptx(arch: int, form, **options) -> str:
-    return compiled(gpu("cuda", arch), form, **options)["ptx"]
+def ptx(case: Case, **options) -> str:
+    return compiled(case, **options)["step_kernel"]
 
 
 def fused(text: str) -> int:
@@ -54,24 +61,10 @@ def fused(text: str) -> int:
     return count(r"\bfma\.rn", text) + count(r"\bfma\.rn\S*x2\b", text)
 
 
-def per_thread(*dtypes: str) -> int:
-    """Return the number of 16-byte accesses that each thread of a block needs for its elements."""
-    widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-    return sum(BLOCK * widths[dtype] // (16 * THREADS) for dtype in dtypes)
-
-
-SGD = ("float32",) * 3
-VARIANTS = {
-    "sgd": ("sgd", SGD, {}),
-    "sgd_mixed": ("sgd", ("bfloat16", "float16", "float32"), {"stochastic": True, "nesterov": True, "maximize": True}),
-    "sgd_double": ("sgd", ("float64",) * 3, {"l1": True}),
-    "adam": ("adam", ("float32",) * 4, {}),
-    "adamw": ("adam", ("float32",) * 5, {"amsgrad": True, "decoupled": True}),
-    "adam_half": ("adam", ("bfloat16",) * 5, {"amsgrad": True, "stochastic": True}),
-    "adam_double": ("adam", ("float64",) * 4, {}),
-}
-# Number of multiply-adds per element in the source.
-FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
+def per_thread(case: Case, *without: str) -> int:
+    """Return the number of 16-byte accesses that each thread of a block needs for its elements of the case's lists."""
+    lists = [tensors for name, tensors in case.lists.items() if tensors and name not in ("steps", *without)]
+    return sum(BLOCK * tensors[0].element_size() // (16 * THREADS) for tensors in lists)
 
 
 @pytest.mark.parametrize(
@@ -83,51 +76,40 @@ FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam
     ],
 )
 def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_are_fused(variant, arch):
-    rule, dtypes, options = VARIANTS[variant]
-    text = ptx(arch, make_form(rule, *dtypes, **options))
-    loads, stores = vectors(text)
-    written = [dtypes[0], *dtypes[2:]]
-    assert loads == per_thread(*dtypes)
-    assert stores == per_thread(*written)
+    case = case_of(variant)
+    text = ptx(case, arch=arch)
+    assert vectors(text) == (per_thread(case), per_thread(case, "grads"))
     per_element = BLOCK // THREADS * 2  # the code exists twice, once for partial blocks
     assert fused(text) == FUSED[variant] * per_element
     assert count(r"\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full", text) == 0
-    if rule == "adam":
-        wide = "f64" if dtypes[0] == "float64" else "f32"
+    if case.rule == "adam":
+        wide = "f64" if case.params[0].dtype == F64 else "f32"
         assert count(rf"div\.rn\.{wide}", text) == 2 * per_element
         assert count(rf"sqrt\.rn\.{wide}", text) == per_element
 
 
 def test_float32_operands_that_are_not_aligned_are_accessed_one_by_one():
-    text = ptx(90, make_form("sgd", *SGD, aligned=False))
-    assert vectors(text) == (0, 0)
+    assert vectors(ptx(case_of("sgd").laid_out(params=lambda t: shifted(t, 1)))) == (0, 0)
 
 
 @pytest.mark.parametrize(("variant", "wide"), [("sgd_mixed", True), ("adamw", False)])
 def test_other_layouts_and_64_bit_numbers_of_elements_compile(variant, wide):
-    rule, dtypes, options = VARIANTS[variant]
-    text = ptx(90, make_form(rule, *dtypes, **options, flat=False, aligned=False, wide=wide), scale="*fp32")
+    case = case_of(variant, grad_scale=torch.ones(()), found_inf=torch.zeros(()))
+    text = ptx(case.laid_out(params=lambda t: permuted(t, [1, 0])), wide=wide)
     assert count(r"\.approx|\.ftz|div\.full", text) == 0
     assert (count(r"div\.[su]64|rem\.[su]64", text) > 0) == wide
 
 
 def test_gradients_are_divided_and_written_in_16_bytes():
-    plain, scaled = (ptx(90, make_form("sgd", *SGD), scale=s) for s in (None, "*fp64"))
-    assert vectors(scaled)[1] == vectors(plain)[1] + per_thread("float32")
+    case, scale = case_of("sgd"), torch.ones((), dtype=F64)
+    plain, scaled = ptx(case), ptx(case.copy(grad_scale=scale, found_inf=scale))
+    assert vectors(scaled)[1] == vectors(plain)[1] + per_thread(case, "params", "momentum_buffers")
     assert count(r"div\.rn\.f32", plain) == 0
     assert count(r"div\.rn\.f32", scaled) > 0
 
 
 def test_the_kernel_that_counts_steps_compiles_without_fused_operations():
-    import triton
-    from loco_ext.triton_kernels.optim_step_kernels import prepare_kernel
-    from triton.compiler import ASTSource
-
-    types = {"table": "*u8", "hyper_at": "i32", "lrs_at": "i32", "entries_at": "i32"}
-    types |= {"found_inf": "*fp32", "scalars": "*fp64"}
-    source = ASTSource(prepare_kernel, types, {}, {})
-    options = {"num_warps": 1, "enable_fp_fusion": False}
-    text = triton.compile(source, target=gpu("cuda", 90), options=options).asm["ptx"]
+    text = compiled(case_of("adam", found_inf=torch.zeros(())))["prepare_kernel"]
     assert count(r"\bfma|\.approx|\.ftz|div\.full", text) == 0
     assert count(r"div\.rn\.f64", text) > 0
     assert count(r"sqrt\.rn\.f64", text) > 0
@@ -135,14 +117,13 @@ def test_the_kernel_that_counts_steps_compiles_without_fused_operations():
 
 @pytest.mark.parametrize("variant", ["sgd_mixed", slow("sgd_double"), slow("adam"), slow("adam_half")])
 def test_kernels_compile_for_amd(variant):
-    rule, dtypes, options = VARIANTS[variant]
-    text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
+    text = compiled(case_of(variant), "hip", "gfx942")["step_kernel"]
     assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
     assert count(r"(?:global|buffer)_store_dwordx4", text) > 0
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_the_launcher_asks_for_what_is_tested_here(rule, monkeypatch):
+def test_launches_have_a_program_for_each_block_and_numbers_that_keep_their_types(rule, monkeypatch):
     from loco_ext.triton_kernels import optim_step
 
     # Mocks record the launches: mock[grid](arguments).
@@ -156,8 +137,6 @@ def test_the_launcher_asks_for_what_is_tested_here(rule, monkeypatch):
     for mock in mocks.values():
         for made in mock.__getitem__.return_value.call_args_list:
             named = dict(zip(mock.names, made.args, strict=False)) | made.kwargs
-            assert named["enable_fp_fusion"] is False
             assert not any(isinstance(value, float) for value in named.values())  # Triton would pass it as float32
     assert named["num_warps"] * 32 == THREADS
-    assert named["FORM"].aligned
     assert [named[name] for name in ("seed_low", "seed_high", "rounding_step")] == [0, 2**8, 7]

@@ -7,7 +7,6 @@ import torch
 from loco_ext import ops
 from tests.covering import covering, slow
 from tests.optim_step.cases import FLOATS, Case, assert_untouched, make_case
-from tests.optim_step.layouts import LAYOUTS
 from tests.optim_step.maps import LOCO_2D
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
 from tests.triton_runs import needs_triton
@@ -105,24 +104,9 @@ def test_joint_filters_are_shrunk_without_a_look_at_numbers_of_the_device(interp
     assert not torch.equal(done.params[0], case.params[0])
 
 
-@pytest.mark.parametrize(("rule", "layout"), [("momentum", "channels_last"), ("adam", "transposed")])
-def test_any_layout_gives_the_same(interpreter, rule, layout):
-    case = penalised(rule)
-    case = case.laid_out(params=lambda t: LAYOUTS[layout](t) if t.dim() == 4 else t)
-    assert_is_reference(interpreter.step(case), case)
-
-
 @pytest.mark.parametrize(("rule", "dtype"), [("sgd", torch.float32), ("adam", torch.bfloat16)], ids=str)
 def test_nothing_changes_where_infinity_was_found_and_a_learning_rate_of_0_shrinks_nothing(interpreter, rule, dtype):
     case = penalised(rule, dtypes=[dtype] * 3, found_inf=torch.ones(()))
     assert_untouched(interpreter.step(case), case)
     case = penalised(rule, dtypes=[dtype] * 3, lrs=[torch.tensor(0.0)], lr_index=[0])
     assert all(map(torch.equal, interpreter.step(case).params, case.params))
-
-
-def test_random_rounding_is_of_what_the_prox_leaves(interpreter):
-    weak = ops.StepPenalty([0] * 9, torch.full((1,), 0.5, dtype=torch.float64))
-    case = penalised("adam", dtypes=[torch.bfloat16] * 3, seed=7, rounding_step=2).copy(penalties=[weak, None, weak])
-    done, nearest = interpreter.step(case), interpreter.step(case.copy(seed=None))
-    assert_is_reference(done, case)
-    assert not same_bits(done.params[0], nearest.params[0])

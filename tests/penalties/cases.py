@@ -5,6 +5,7 @@ from torch import nn
 
 import loco_ext
 from loco_ext import optim, sparsity
+from tests.optim.stepping import LAYOUTS
 from tests.tolerances import assert_within_ulps
 
 SHAPES = [(6, 20, 3, 3), (4, 3, 5, 5), (8, 1, 3, 3), (7,), (5, 33, 3), (3, 2, 3, 3, 3)]
@@ -28,13 +29,6 @@ PENALTIES = {
 }
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-LAYOUTS = {
-    "contiguous": lambda p: p,
-    "channels_last": lambda p: p.movedim(1, -1).contiguous().movedim(-1, 1) if p.dim() > 2 else p,
-    "sliced": lambda p: torch.cat([p, p], -1)[..., : p.shape[-1]],
-    "transposed": lambda p: p.transpose(0, -1).contiguous().transpose(0, -1),
-}
 
 
 def make_params(dtype=torch.float32, layout="contiguous", shapes=SHAPES):

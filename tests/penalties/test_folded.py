@@ -1,7 +1,6 @@
 """Penalties on kernels with the following batch norm folded into them: values, steps, minima."""
 
 import copy
-import io
 import pickle
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from loco_ext import geometry, optim, sparsity
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.penalties.folded import FoldedLayers
 from tests.covering import slow
-from tests.optim.stepping import CLASSES, set_gradients
+from tests.optim.stepping import CLASSES, set_gradients, through_a_file
 from tests.penalties.cases import make_norm
 from tests.tolerances import STATIONARY, same_bits
 
@@ -456,10 +455,7 @@ def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
         chosen.step()
 
     step(whole, optimizer, 0)
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), whole[0].state_dict(), whole[1].state_dict()], file)
-    file.seek(0)
-    state, *weights = torch.load(file, weights_only=True)
+    state, *weights = through_a_file([each.state_dict() for each in (optimizer, *whole)])
     resumed = make_layers(seed=1)
     for layer, loaded in zip(resumed, weights, strict=True):
         layer.load_state_dict(loaded)

@@ -7,18 +7,13 @@ import torch
 from torch import func, nn
 from torch.testing import assert_close
 
-import loco_ext
 from loco_ext.nn import LocallyConnected2d
 from loco_ext.sparsity import FoldedPenalty, KernelPenalty, RingPenalty, complexity_penalties
-from tests.ring_prox.cases import BACKENDS
 
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def _backend(request):
-    with loco_ext.backend(request.param):
-        yield
-
-
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.parametrize("backend", ["cpu", "reference"], indirect=True),
+]
 IMAGES = torch.linspace(-1, 1, 100).view(2, 2, 5, 5).double()
 
 

@@ -15,6 +15,7 @@ CONVOLUTIONS = [i for i, shape in enumerate(SHAPES) if len(shape) > 2]
 
 
 PENALTIES = {
+    "rings": sparsity.RingPenalty(20.0),
     "squared": SQUARED,
     "squared, linf": sparsity.KernelPenalty(0.1, norm="linf", power=2),
     "mixed": [sparsity.RingPenalty(20.0), SQUARED, None, None, *[sparsity.KernelPenalty(9.0)] * 2],
@@ -99,29 +100,3 @@ def test_random_rounding_is_of_what_the_prox_leaves(kind):
                 ops.optim_step_adam([weight], [weight / 2], *lists, steps, hyper, amsgrad=True, **options)
         results.append([weight, *states])
     assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
-
-
-def test_the_operator_takes_any_function():
-    weight, start = torch.ones(2, 1, 3, dtype=torch.float64), torch.ones(2, 1, 3, dtype=torch.float64)
-    seen = []
-
-    def prox(w, step, metric):
-        seen.append((w.clone(), step, metric))
-        return w * 2
-
-    hyper = torch.tensor([[0.5, 0.0, 0.75, 0.0]], dtype=torch.float64)
-    for backend in ("native", "reference"):
-        with loco_ext.backend(backend):
-            ops.optim_step_sgd(
-                [weight.copy_(start)],
-                [start],
-                [torch.zeros_like(start)],
-                hyper,
-                penalties=[ops.LayerPenalty(prox)],
-            )
-        assert torch.equal(weight, start)  # (1 - 0.5) * 2
-    for w, step, metric in seen:
-        assert torch.equal(w, start / 2)
-        assert step == 2.0
-        assert metric is None
-    assert len(seen) == 2

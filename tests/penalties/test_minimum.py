@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import spams
 import torch
-from scipy import sparse
 from torch import Tensor, nn
 
 from loco_ext import geometry, optim, sparsity
 from tests.covering import slow
-from tests.ring_prox.solvers import clarabel
+from tests.ring_prox.solvers import clarabel, tree_of
 from tests.tolerances import BY_INTERIOR_POINTS
 
 KERNELS, CHANNELS, SIZE = 6, 3, 3
@@ -52,13 +51,7 @@ def minimum(problem: tuple[Tensor, Tensor]) -> Tensor:
     inputs, answers = (part.numpy() / len(part) ** 0.5 for part in problem)
     order = np.argsort(-np.asarray(RINGS), kind="stable")  # from the centre outwards, the root's own variables first
     columns = inputs.reshape(-1, CHANNELS, SIZE * SIZE)[:, :, order].transpose(0, 2, 1).reshape(len(inputs), -1)
-    own = np.bincount(RINGS)[::-1].astype(np.int32) * CHANNELS
-    tree = {
-        "eta_g": np.ones(len(own)),
-        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),
-        "own_variables": (np.cumsum(own) - own).astype(np.int32),
-        "N_own_variables": own.astype(np.int32),
-    }
+    tree = tree_of(RINGS, CHANNELS, np.ones(max(RINGS) + 1))
     start = np.zeros((columns.shape[1], KERNELS), order="F")
     options = {"loss": "square", "regul": "tree-l2", "lambda1": STRENGTH, "max_it": 1000, "tol": 1e-12}
     found = spams.fistaTree(

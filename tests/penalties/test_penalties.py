@@ -2,19 +2,14 @@
 
 import itertools
 
-import cvxpy
-import numpy as np
 import pytest
 import torch
 
-import loco_ext
 from loco_ext import optim, sparsity
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
-from tests.ring_prox.solvers import clarabel
 from tests.tolerances import (
-    BY_INTERIOR_POINTS,
     assert_within_ulps,
     same_bits,
 )
@@ -25,12 +20,6 @@ OPTIONS = [
     {"weighting": weighting, "norm": norm, "power": power}
     for weighting, norm, power in itertools.product(WEIGHTINGS, NORMS, (1, 2))
 ]
-
-
-@pytest.fixture(params=BACKENDS)
-def _backend(request):
-    with loco_ext.backend(request.param):
-        yield
 
 
 def value_of_rings(weight, rings, strength, weighting, norm, power):
@@ -50,9 +39,9 @@ def both_penalties(strength, options):
     return RingPenalty(strength, **options), KernelPenalty(strength, **options)
 
 
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("options", "dtype", "_backend"), covering(OPTIONS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["_backend"]
+    ("options", "dtype", "backend"), covering(OPTIONS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["backend"]
 )
 def test_values_are_those_of_the_formulas(options, dtype):
     for kernel_size, channels in (((5, 5), 3), ((3, 3), 1), ((1, 1), 8), ((7,), 2), ((3, 1, 5), 2)):
@@ -68,9 +57,9 @@ def test_values_are_those_of_the_formulas(options, dtype):
         torch.testing.assert_close(value, expected, rtol=1e-6 if dtype != torch.float64 else 1e-13, atol=0)
 
 
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("options", "_backend"), covering(OPTIONS, BACKENDS, strength=1), ids=label, indirect=["_backend"]
+    ("options", "backend"), covering(OPTIONS, BACKENDS, strength=1), ids=label, indirect=["backend"]
 )
 def test_gradients_are_those_of_finite_differences_and_0_where_a_norm_is_0(options):
     weight = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
@@ -99,12 +88,12 @@ def objective(penalty, weight, x, step, metric):
     return ((d * (x.double() - weight.double()).square()).sum() / 2 + step * penalty.value(x)).item()
 
 
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("options", "with_metric", "_backend"),
+    ("options", "with_metric", "backend"),
     covering(OPTIONS, [False, True], BACKENDS),
     ids=label,
-    indirect=["_backend"],
+    indirect=["backend"],
 )
 def test_the_prox_is_lower_than_all_around_it(options, with_metric):
     """A convex function that decreases in no direction from a point has its minimum there."""
@@ -136,27 +125,9 @@ def test_weights_on_the_meta_device_have_a_prox_and_steps(options, with_metric):
     assert sparsity.kernel_sizes(weight).shape == (4,)
 
 
-@pytest.mark.parametrize("with_metric", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, with_metric):
-    """Eq. 32 couples the filters of a layer: CVXPY solves for all of them at once."""
-    weight = torch.randn(5, 2, 2, 2, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]).view(5, 1, 1, 1)
-    metric = torch.rand_like(weight) + 0.5 if with_metric else None
-    u = weight.flatten(1).numpy()
-    d = np.ones_like(u) if metric is None else metric.flatten(1).numpy()
-    x = cvxpy.Variable(u.shape)
-    total = sum(cvxpy.norm(x[o], 2 if norm == "l2" else "inf") for o in range(5))
-    fit = cvxpy.sum_squares(cvxpy.multiply(np.sqrt(d / 2), x - u))
-    for strength in (0.01, 0.3, 10.0):
-        clarabel(cvxpy.Problem(cvxpy.Minimize(fit + 0.5 * strength * cvxpy.square(total))))
-        expected = torch.from_numpy(x.value).view_as(weight)
-        found = KernelPenalty(strength, norm=norm, power=2).prox(weight, 0.5, metric)
-        assert ((found - expected).abs().max() / weight.abs().max()) <= BY_INTERIOR_POINTS
-
-
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("options", "dtype", "_backend"), covering(OPTIONS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["_backend"]
+    ("options", "dtype", "backend"), covering(OPTIONS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["backend"]
 )
 def test_strength_0_and_step_0_change_no_bit_and_weights_that_are_not_finite_stay(options, dtype):
     weight = torch.randn(4, 2, 3).to(dtype)
@@ -183,9 +154,9 @@ def test_a_layer_without_kernels_is_left():
                 assert penalty.prox(weight, 0.5, metric).shape == weight.shape
 
 
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("norm", "dtype", "_backend"), covering(NORMS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["_backend"]
+    ("norm", "dtype", "backend"), covering(NORMS, FLOATS, BACKENDS, strength=1), ids=label, indirect=["backend"]
 )
 def test_thresholds_take_every_group_that_is_not_above_them(norm, dtype):
     """Eqs. 15 and 23 are checked for one kernel and one group at a time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,7 +15,8 @@ from loco_ext import geometry, sparsity
 from tests.covering import covering
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BACKENDS = ("native", "reference")
+LIBRARIES = ("cpu", "cuda_on_cpu")  # of kernels, for the fixture native
+BACKENDS = (*LIBRARIES, "reference")  # for the fixture backend
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 HALVES = ("top_left", "bottom_right")
 LARGEST_SIZE = 11
@@ -56,7 +57,7 @@ class Case:
     norm: str = "l2"
 
     def prox(self, backend: str = "native") -> Tensor:
-        with loco_ext.backend(backend):
+        with loco_ext.backend("reference" if backend == "reference" else "native"):
             return sparsity.ring_prox(
                 self.weight,
                 self.thresholds,
@@ -93,6 +94,31 @@ class Case:
     def to(self, dtype: torch.dtype) -> Case:
         metric = None if self.metric is None else self.metric.to(dtype)
         return replace(self, weight=self.weight.to(dtype), metric=metric)
+
+
+def lie(tensor: Tensor, order: Sequence[int] | None = None, step: int = 1) -> Tensor:
+    """Return a copy amid NaN: axes in ``order`` from slowest to fastest, on every ``step``-th element of each."""
+    order = list(range(tensor.dim())) if order is None else order
+    sizes = [tensor.shape[d] * step for d in order]
+    memory = torch.full((torch.Size(sizes).numel() + 16,), torch.nan, dtype=tensor.dtype)
+    view = memory[8:-8].view(sizes)[tuple(slice(None, None, step) for _ in order)]
+    return view.permute([order.index(d) for d in range(tensor.dim())]).copy_(tensor)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lie,
+    "channels_last": lambda t: lie(t, [0, *range(2, t.dim()), 1]),
+    "kernels_fastest": lambda t: lie(t, list(range(t.dim()))[::-1]),
+    "channels_slowest": lambda t: lie(t, [1, 0, *range(2, t.dim())]),
+    "gaps": lambda t: lie(t, step=2),
+    "channels_last_gaps": lambda t: lie(t, [0, *range(2, t.dim()), 1], 3),
+    "rows_and_columns_swapped": lambda t: lie(t, [*range(t.dim() - 2), t.dim() - 1, t.dim() - 2]),
+    "part_of_channels_last": lambda t: lie(torch.cat([t, t + 1], 1), [0, *range(2, t.dim()), 1])[:, : t.shape[1]],
+    "off_a_boundary": lambda t: lie(torch.cat([t.flatten()[:3], t.flatten()]))[3:].view(t.shape),
+    "negated": lambda t: (
+        lie(torch.complex(t.double(), -t.double())).conj().imag if t.dtype == torch.float64 else lie(t)
+    ),
+}
 
 
 def group_norms(x: Tensor, rings: Rings, norm: str = "l2") -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import cvxpy
 import numpy as np
@@ -36,17 +37,22 @@ def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
     kernels, channels, taps = u.shape
     order = np.argsort(-np.asarray(rings), kind="stable")
     columns = np.asfortranarray(u[:, :, order].transpose(2, 1, 0).reshape(taps * channels, kernels))
-    own = np.bincount(rings)[::-1].astype(np.int32) * channels
-    tree = {
-        "eta_g": np.ascontiguousarray(thresholds[::-1]),
-        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),  # nested in the one before
-        "own_variables": (np.cumsum(own) - own).astype(np.int32),
-        "N_own_variables": own.astype(np.int32),
-    }
+    tree = tree_of(rings, channels, thresholds)
     found = spams.proximalTree(columns, tree, False, numThreads=1, lambda1=1.0, regul=f"tree-{norm}")
     x = np.empty_like(u)
     x[:, :, order] = found.reshape(taps, channels, kernels).transpose(2, 1, 0)
     return x
+
+
+def tree_of(rings: list[int], channels: int, thresholds: Array) -> dict[str, Any]:
+    """Return the nested groups as SPAMS takes them, the whole filter first."""
+    own = np.bincount(rings)[::-1].astype(np.int32) * channels
+    return {
+        "eta_g": np.ascontiguousarray(thresholds[::-1]),
+        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),  # nested in the one before
+        "own_variables": (np.cumsum(own) - own).astype(np.int32),
+        "N_own_variables": own,
+    }
 
 
 def by_proximal_gradient(case: Case) -> Tensor:

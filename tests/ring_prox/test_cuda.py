@@ -1,7 +1,7 @@
-"""The CUDA norms and prox of rings executed on the CPU.
+"""The CUDA norms and prox of rings executed on the CPU, beyond the tests that they share with the CPU's kernels.
 
-The operators run against the reference; random calls run under sanitizers against the CPU's kernels, where every
-tensor has an allocation of exactly its size."""
+Random calls run under sanitizers against the CPU's kernels. There, every tensor has an allocation of exactly its size.
+"""
 
 import itertools
 from dataclasses import replace
@@ -13,27 +13,17 @@ import torch
 from loco_ext import geometry, ops
 from loco_ext.ops.ring_prox import ProxCall, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
-from loco_ext.reference.dtypes import compute_dtype
 from tests.covering import covering, slow
 from tests.cuda_on_cpu import build, operators
-from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
+from tests.ring_prox.cases import LAYOUTS
+from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 SHARED_SOURCES = [
     *(f"ring_prox/{name}" for name in ("gpu_table.cpp", "rows.cpp")),
     "common/cuda_upload.cu",
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Shapes are C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
-SIZES = {
-    "one_tap": (3, 5),
-    "one_weight": (4, 1, 1, 1),
-    "3x3": (4, 7, 3, 3),
-    "wide": (3, 20, 1, 15),
-    "many_warps": (2, 480, 3, 3),
-    "3d": (2, 3, 3, 3, 3),
-    "too_large": (2, 1150, 3, 3),
-    "no_kernels": (0, 3, 3, 3),
-}
+SIZES = {"one_tap": (3, 5), "one_weight": (4, 1, 1, 1), "3x3": (4, 7, 3, 3), "wide": (3, 20, 1, 15)}
 # Values are (with a metric, linf).
 MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "linf_metric": (True, True)}
 
@@ -43,21 +33,6 @@ def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
     return index, max(index) + 1
 
 
-def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values in another layout."""
-    if layout == "channels_last":
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    if layout == "strided":
-        wide = tensor.new_zeros([2 * size for size in tensor.shape])
-        return wide[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
-    if layout == "off_a_boundary":
-        return tensor.new_zeros(tensor.numel() + 3)[3:].view(tensor.shape).copy_(tensor)
-    return tensor
-
-
-LAYOUTS = ["contiguous", "channels_last", "strided", "off_a_boundary"]
-
-
 def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
     """Return thresholds at which some groups vanish and some do not, float64; where there are several, one is 0."""
     kernel = weight.detach().double().flatten(1)
@@ -65,43 +40,6 @@ def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, sha
     t = torch.rand((len(weight), count) if rows else (count,), dtype=torch.float64) * share * size.nan_to_num() / count
     t[..., count // 2] *= count == 1
     return t
-
-
-def expected_prox(weight, rings, t, q, d, linf):
-    return reference.ring_prox(weight.double(), rings, t, q, None if d is None else d.double(), linf)
-
-
-def assert_close(actual, expected, weight):
-    largest = weight.double().abs().flatten(1).amax(1).view(-1, *[1] * (weight.dim() - 1))
-    # In float64, sums may differ by a random walk of their rounding errors.
-    walk = weight[:1].numel() ** 0.5 if actual.dtype == torch.float64 else 0
-    assert_within_ulps(actual, expected, ulps=max(ULPS[actual.dtype], walk), scale=largest.expand_as(expected))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size", "mode", "layout", "metric_dtype"), covering(DTYPES, SIZES, MODES, LAYOUTS, DTYPES), ids=str
-)
-@pytest.mark.usefixtures("cuda_on_cpu")
-def test_prox_and_norms_agree_with_the_reference(dtype, size, mode, layout, metric_dtype):
-    has_metric, linf = MODES[mode]
-    plain = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
-    weight, metric = laid(plain, layout), None
-    if has_metric:
-        metric = laid(torch.rand(plain.shape, dtype=torch.float64).add(0.25).to(metric_dtype), LAYOUTS[len(mode) % 3])
-    rings, count = rings_of(weight.shape)
-    # With squares in a metric, the reference nests two searches; that is too slow for large kernels.
-    for power in [1] if has_metric and plain[:1].numel() > 64 else [1, 2]:
-        rows = (power == 2) != has_metric  # thresholds of each kernel or of all
-        t = thresholds_for(plain, count, rows, linf)
-        q = thresholds_for(plain, count, rows, linf, 0.3) if power == 2 else None
-        out = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
-        assert out.dtype == dtype
-        assert out.stride() == torch.empty_like(weight).stride()
-        assert_close(out, expected_prox(plain, rings, t, q, metric, linf), plain)
-        assert same_bits(weight, plain)
-    norms = ops.ring_norms(weight, rings, count)
-    assert norms.dtype == compute_dtype(dtype)
-    assert_within_ulps(norms, reference.ring_norms(plain.double(), rings, count))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +57,7 @@ def test_moments_in_float32_are_enough_for_metrics_of_many_orders_of_magnitude(o
     for share in (1e-3, 0.3, 0.9, 1.5):
         t = share * norms * torch.rand(len(weight), count, dtype=torch.float64)
         out = ops.ring_prox(weight, rings, t, None, metric)
-        expected = expected_prox(weight, rings, t, None, metric, False)
+        expected = reference.ring_prox(weight.double(), rings, t, None, metric.double(), False)
         assert_within_ulps(out, expected, ULPS_OF_ROOTS[torch.float32], largest_of_kernels(weight).expand_as(expected))
         assert torch.equal(out == 0, expected == 0)
 
@@ -156,7 +94,7 @@ def joint_calls(has_metric: bool, linf: bool) -> list[ProxCall]:
     for k, (dtype, size) in enumerate(zip(DTYPES * 2, sizes, strict=True)):
         wide = torch.randn(SIZES[size], dtype=torch.float64)
         wide[0] *= 0.1
-        weight = laid(wide.to(dtype), ["contiguous", "strided", "channels_last"][k % 3])
+        weight = LAYOUTS[["contiguous", "gaps", "channels_last"][k % 3]](wide.to(dtype))
         weight = {1: weight[:1], 5: weight[:0]}.get(k, weight)
         metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
         rings, count = rings_of(weight.shape)
@@ -239,72 +177,6 @@ def test_filters_with_infinite_weights_and_nan_do_not_count_for_the_shared_facto
     assert ops.ring_prox(torch.zeros(3, 2), [0], t[:1], q[:1], joint=True).eq(0).all()
 
 
-def special(dtype: torch.dtype) -> torch.Tensor:
-    """Return kernels with a NaN, an infinity, zeros in a ring, only zeros, subnormal, tiny and huge weights."""
-    weight = torch.randn(8, 6, 3, 3, dtype=torch.float64)
-    weight[0, 2, 1, 1] = torch.nan
-    weight[1, 3, 0, 0] = -torch.inf
-    weight[2, :, 0] = 0
-    weight[3] = 0
-    weight[4] *= 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    weight[5] *= 4 * torch.finfo(dtype).tiny
-    weight[6] *= torch.finfo(dtype).max / 8
-    return weight.to(dtype)
-
-
-@pytest.mark.parametrize(("dtype", "power", "mode"), covering(DTYPES, [1, 2], MODES), ids=str)
-@pytest.mark.usefixtures("cuda_on_cpu")
-def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
-    has_metric, linf = MODES[mode]
-    weight = special(dtype)
-    metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
-    rings, count = rings_of(weight.shape)
-    finite = weight.double().nan_to_num(0, 0, 0)
-    norms = finite.flatten(1).norm(dim=1, keepdim=True).nan_to_num(posinf=1e300)
-    for share in (0.0, 0.05, 0.5, 20.0):
-        t = (torch.rand(8, count, dtype=torch.float64) * share * norms).clamp(max=1e307)
-        q = torch.rand(8, count, dtype=torch.float64) * share if power == 2 else None
-        ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
-        cpus = torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf)
-        for same in (torch.isnan, torch.isinf, torch.signbit, lambda x: x == 0):
-            assert torch.equal(same(ours), same(cpus))
-        assert_close(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0), finite)
-    ours, cpus = ops.ring_norms(weight, rings, count), torch.ops.loco_ext.ring_norms(weight, rings, count)
-    assert torch.equal(ours.isnan(), cpus.isnan())
-    assert torch.equal(ours.isinf(), cpus.isinf())
-    assert_within_ulps(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0))
-
-
-@pytest.mark.parametrize("linf", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.usefixtures("cuda_on_cpu")
-def test_infinite_metrics_let_weights_stay(dtype, linf):
-    weight = torch.randn(4, 6, 3, 3, dtype=dtype)
-    weight[3, 5] = 0
-    metric = torch.rand(weight.shape, dtype=dtype).add_(0.25)
-    stays = torch.rand(weight.shape) < torch.tensor([0.05, 0.3, 1.0, 0.5]).view(4, 1, 1, 1)
-    metric[stays] = torch.inf
-    rings, count = rings_of(weight.shape)
-    for share in (0.05, 0.5, 20.0):
-        t = thresholds_for(weight, count, True, linf, share)
-        for q in (None, t / 2):
-            ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
-            assert torch.equal(ours[stays], weight[stays])
-            assert_close(ours, torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf), weight)
-
-
-@pytest.mark.usefixtures("cuda_on_cpu")
-def test_many_rings_some_without_taps():
-    weight = torch.randn(3, 4, 100)
-    rings = [k % 50 for k in range(100)]
-    t = torch.rand(64, dtype=torch.float64) / 8
-    for linf in (False, True):
-        assert_close(
-            ops.ring_prox(weight, rings, t, linf=linf), expected_prox(weight, rings, t, None, None, linf), weight
-        )
-    assert_within_ulps(ops.ring_norms(weight, rings, 64), reference.ring_norms(weight.double(), rings, 64))
-
-
 def compile_check(folder: Path, kernels: str, program: str, sanitize: bool) -> Path:
     """Compile a check program."""
     sources = [build.CSRC / name for name in (f"ring_prox/{kernels}.cu", *SHARED_SOURCES)]
@@ -326,13 +198,10 @@ def check_joint(compiled: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "calls"), [("check", 20), ("check_joint", 8)])
 def test_random_calls_give_the_same_bits_in_every_order(program: str, calls: int, request) -> None:
-    outputs = set()
-    for order in build.ORDERS:
-        done = build.run_program(request.getfixturevalue(program), 0, calls, order=order)
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs.add(done.stdout)
-    assert len(outputs) == 1, outputs
-    assert outputs.pop().startswith(f"{calls} calls, ")
+    runs = [build.run_program(request.getfixturevalue(program), 0, calls, order=order) for order in build.ORDERS]
+    assert not any(done.returncode for done in runs), runs
+    (output,) = {done.stdout for done in runs}
+    assert output.startswith(f"{calls} calls, ")
 
 
 @pytest.mark.slow

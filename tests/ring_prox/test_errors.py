@@ -81,7 +81,7 @@ def test_thresholds_and_names_of_groups_that_cannot_be(function):
     expect(TypeError, "thresholds: .*expected .*None", function, thresholds=None)
     expect(ValueError, "kind: expected .*'quarter'", function, kind="quarter")
     expect(ValueError, "first: expected .*'left'", function, first="left")
-    expect(ValueError, "norm: expected 'l2' or 'linf', got 'l1'", function, norm="l1")
+    expect(ValueError, "norm: expected one of 'l2', 'linf', got 'l1'", function, norm="l1")
 
 
 RINGS_OF_WEIGHTS = [prox, residual, sparsity.ring_norms, sparsity.kernel_sizes]
@@ -127,7 +127,7 @@ BAD_PENALTIES = [
     ({"strength": float("inf")}, ValueError, "strength: expected a finite .*inf"),
     ({"strength": "1"}, TypeError, "strength: expected a number, got '1'"),
     ({"strength": True}, TypeError, "strength: expected a number, got True"),
-    ({"weighting": "heavy"}, ValueError, "weighting: expected 'plain', .*'heavy'"),
+    ({"weighting": "heavy"}, ValueError, "weighting: expected one of 'plain', .*'heavy'"),
     ({"weighting": ["plain"]}, ValueError, "weighting: expected"),
     ({"norm": "l1"}, ValueError, "norm: expected .*'l1'"),
     ({"power": 3}, ValueError, "power: expected 1 or 2, got 3"),
@@ -140,7 +140,7 @@ def test_penalties_and_steps_that_cannot_be():
     for options, error, message in BAD_PENALTIES:
         for make in (RingPenalty, KernelPenalty):
             expect(error, message, make, **{"strength": 0.1, **options})
-    expect(ValueError, "kind: expected 'half' or 'full', got 'quarter'", RingPenalty, strength=0.1, kind="quarter")
+    expect(ValueError, "kind: expected one of 'half', 'full', got 'quarter'", RingPenalty, strength=0.1, kind="quarter")
     expect(ValueError, "first: expected .*'left'", RingPenalty, strength=0.1, first="left")
     for penalty in PENALTIES:
         for step in (-1.0, float("nan"), float("inf")):

@@ -16,7 +16,8 @@ import loco_ext
 from loco_ext import ops
 from loco_ext.ops import backends
 from loco_ext.reference import ring_prox as reference
-from tests.ring_prox.triton_calls import BF16, F16, F32, F64, LAYOUTS, Call, assert_same, make
+from tests.ring_prox.cases import LAYOUTS
+from tests.ring_prox.triton_calls import BF16, F16, F32, F64, Call, assert_same, make
 from tests.tolerances import ULPS_OF_ROOTS, largest_of_kernels
 
 on_a_gpu = pytest.mark.usefixtures("backend")

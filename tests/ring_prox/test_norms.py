@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-import loco_ext
 from loco_ext import ops, sparsity
-from tests.ring_prox.cases import BACKENDS, FLOATS, Rings
+from tests.ring_prox.cases import FLOATS, Rings
 from tests.tolerances import assert_within_ulps
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 ALL_RINGS = [
     Rings((1, 1), "half", "auto"),
@@ -15,12 +16,6 @@ ALL_RINGS = [
     Rings((9, 9), "full", "auto"),
     Rings((3, 2, 4), "half", "top_left"),
 ]
-
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def _backend(request):
-    with loco_ext.backend(request.param):
-        yield
 
 
 def norms_by_linalg(weight, rings):

@@ -1,5 +1,6 @@
 """Tests of the prox, norms and values derived from them on extreme numbers: zeros, infinities, NaN, and any size."""
 
+import itertools
 from dataclasses import replace
 
 import mpmath
@@ -8,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import loco_ext
 from loco_ext import ops, optim, sparsity
 from tests.covering import covering, label, slow
 from tests.ring_prox.cases import BACKENDS, FLOATS, MODES, Rings, covered_modes, make_case
@@ -23,7 +23,6 @@ from tests.tolerances import (
     same_bits,
 )
 
-BOTH = pytest.mark.parametrize("backend", BACKENDS)
 RINGS = Rings((3, 3), "half", "auto")
 
 
@@ -37,6 +36,7 @@ ALL_MODES = pytest.mark.parametrize(
     ("mode", "dtype", "backend"),
     [each for each in covered_modes(FLOATS, BACKENDS) if not is_slow(each[0], each[2]) or each[1] == torch.float32],
     ids=label,
+    indirect=["backend"],
 )
 
 
@@ -74,7 +74,6 @@ def test_without_thresholds_nothing_changes(mode, dtype, backend):
     assert same_bits(none.prox(backend), case.weight)
 
 
-@BOTH
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_squares_of_any_strength_are_balanced(norm, backend):
     """The root may be anywhere in the search interval.
@@ -133,6 +132,7 @@ SCALES = [
         and (each.values[0]["power"] == "plain" or 1e-150 < each.values[1][1] < 1e150)
     ],
     ids=label,
+    indirect=["backend"],
 )
 def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, magnitude, backend):
     """Weights and thresholds times a power of two give the result times it, up to the spacing of subnormal numbers."""
@@ -155,9 +155,9 @@ def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, magnitude, backend
         assert torch.equal(result == 0, expected.to(dtype) == 0)
 
 
-@BOTH
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_norms_of_zeros_infinities_nan_and_tiny_and_huge_weights(dtype, backend):
+@pytest.mark.usefixtures("backend")
+def test_norms_of_zeros_infinities_nan_and_tiny_and_huge_weights(dtype):
     weight = torch.zeros(6, 2, 3, dtype=dtype)
     info = torch.finfo(dtype)
     weight[1, :, 0] = torch.tensor([torch.inf, 1.0])
@@ -165,8 +165,7 @@ def test_norms_of_zeros_infinities_nan_and_tiny_and_huge_weights(dtype, backend)
     weight[3] = info.smallest_normal * info.eps
     weight[4, 0, 2] = -info.max
     weight[5, :, 0] = torch.tensor([3.0, 4.0])
-    with loco_ext.backend(backend):
-        norms = sparsity.ring_norms(weight, first="top_left").double()  # taps 0, 2, 1 are rings 0, 1, 2
+    norms = sparsity.ring_norms(weight, first="top_left").double()  # taps 0, 2, 1 are rings 0, 1, 2
     assert norms[[0, 1, 4, 5]].tolist() == [[0, 0, 0], [torch.inf, 0, 0], [0, info.max, 0], [5, 0, 0]]
     assert norms[2, :2].tolist() == [0, 0]
     assert norms[2, 2].isnan()
@@ -196,10 +195,11 @@ POWERS = [
         slow(each.values) if each.values == ("l2", "both", "reference") else pytest.param(*each.values)
         for each in covering(["l2", "linf"], ["plain", "both"], BACKENDS, strength=3)
     ],
+    indirect=["backend"],
 )
 def test_powers_of_two_of_weights_and_metric_change_nothing_else(norm, power, backend):
     in_float64 = make_case(RINGS, 3, 4, norm=norm, metric=True, power=power)
-    for dtype, of_weight, of_metric in POWERS[:: 1 if backend == "native" else 4]:
+    for dtype, of_weight, of_metric in POWERS[:: 1 if backend == "cpu" else 4]:
         case = in_float64.to(dtype)
         scaled = replace(
             case,
@@ -233,23 +233,21 @@ def oracle(u, d, t):
 
 
 @pytest.mark.parametrize("spread", [3, 150, 290])
-def test_metrics_of_all_sizes_in_one_kernel(spread):
+def test_metrics_of_all_sizes_in_one_kernel(spread, backend):
     generator = np.random.default_rng(spread)
-    for backends in (["native"], ["native"], BACKENDS):
+    for _ in range(1 if backend == "reference" else 3):
         u = generator.standard_normal(6) * 10.0 ** generator.uniform(-5, 5, 6)
         d = 10.0 ** generator.uniform(-spread, spread, 6)
         t = np.abs(u * d).max() * 10.0 ** generator.uniform(-spread / 3, 0.1)
         weight, metric = (torch.from_numpy(x).view(1, 6, 1) for x in (u, d))
         expected = torch.tensor(oracle(u, d, t), dtype=torch.float64).view(1, 6, 1)
-        for backend in backends:
-            with loco_ext.backend(backend):
-                result = ops.ring_prox(weight, [0], torch.tensor([t]).double(), None, metric)
-            assert_near_by_kernel(result, expected, weight, BY_PROXIMAL_GRADIENT)
+        result = ops.ring_prox(weight, [0], torch.tensor([t]).double(), None, metric)
+        assert_near_by_kernel(result, expected, weight, BY_PROXIMAL_GRADIENT)
 
 
-@BOTH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
+@pytest.mark.usefixtures("backend")
+def test_an_infinite_metric_lets_its_weight_stay(dtype):
     """Adam's metric is infinite where the square of a gradient has overflowed.
 
     Under the largest norm, other weights are clipped as if it were absent, but not below it; the expected values are
@@ -257,10 +255,13 @@ def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
     """
     largest = torch.finfo(dtype).max
     metric = torch.tensor([[[1.0, torch.inf, 2.0, largest]]], dtype=dtype)
-    with loco_ext.backend(backend):
-        result = ops.ring_prox(torch.ones(1, 1, 4, dtype=dtype), [0] * 4, torch.ones(1).double(), None, metric)
+    result = ops.ring_prox(torch.ones(1, 1, 4, dtype=dtype), [0] * 4, torch.ones(1).double(), None, metric)
     assert torch.equal(result[0, 0, [1, 3]], torch.ones(2, dtype=dtype))
     assert bool((result[0, 0, [0, 2]] < 0.8).all())
+    weight = torch.randn(3, 6, 3, dtype=dtype)
+    t = torch.full((2,), 20.0, dtype=torch.float64)
+    for linf, q in itertools.product((False, True), (None, t)):
+        assert same_bits(ops.ring_prox(weight, [0, 1, 0], t, q, torch.full_like(weight, torch.inf), linf=linf), weight)
     metric[0, 0, 3] = 1.0
     weight = torch.tensor([[[1.0, -0.5, 2.0, 0.25]]], dtype=dtype)
     for rings, thresholds, expected in [
@@ -272,8 +273,7 @@ def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
         for channels in (1, 2):
             t = channels * torch.tensor(thresholds, dtype=torch.float64)
             u, d = (each.repeat(1, channels, 1) for each in (weight, metric))
-            with loco_ext.backend(backend):
-                result = ops.ring_prox(u, rings, t, None, d, linf=True)
+            result = ops.ring_prox(u, rings, t, None, d, linf=True)
             assert result[0].tolist() == channels * [expected]
 
 

@@ -13,9 +13,9 @@ ALL_RINGS = square_rings()
 KERNELS = 64
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("norm", ["l2", "linf"])
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize(
+    ("weighting", "norm", "backend"), covering(WEIGHTINGS, ["l2", "linf"], BACKENDS, sweep=True), indirect=["backend"]
+)
 def test_the_prox_and_what_it_takes_to_zero_are_those_of_spams(weighting, norm, backend):
     """Six tests of 28 divisions of 64 kernels check 10,752 kernels for each backend."""
     assert len(ALL_RINGS) * KERNELS * len(WEIGHTINGS) * 2 >= 10_000
@@ -51,14 +51,17 @@ METRIC_RINGS = [
 ]
 
 
-@pytest.mark.parametrize(("rings", "norm"), covering(METRIC_RINGS, ["l2", "linf"], strength=1, sweep=True), ids=str)
-def test_in_a_metric_the_prox_is_where_proximal_gradient_converges(rings, norm):
+@pytest.mark.parametrize(
+    ("rings", "norm", "backend"),
+    covering(METRIC_RINGS, ["l2", "linf"], BACKENDS, strength=1, sweep=True),
+    ids=str,
+    indirect=["backend"],
+)
+def test_in_a_metric_the_prox_is_where_proximal_gradient_converges(rings, norm, backend):
     case = make_case(rings, 32, 2, norm=norm, metric=True)
-    expected = by_proximal_gradient(case)
-    for backend in BACKENDS:
-        x = case.prox(backend)
-        assert_near_by_kernel(x, expected, case.weight, BY_PROXIMAL_GRADIENT)
-        assert torch.equal(x == 0, expected == 0)
+    x, expected = case.prox(backend), by_proximal_gradient(case)
+    assert_near_by_kernel(x, expected, case.weight, BY_PROXIMAL_GRADIENT)
+    assert torch.equal(x == 0, expected == 0)
 
 
 MODES_BEYOND_SPAMS = [mode for mode in MODES if mode["metric"] or mode["power"] != "plain"]

@@ -4,20 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-import loco_ext
 from loco_ext import ops, sparsity
 from tests.covering import covering, label, slow
 from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case
 from tests.tolerances import assert_within_ulps, same_bits
 
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "native"),
+    pytest.mark.parametrize("native", ["cpu"], indirect=True),
+]
 RINGS = Rings((3, 3), "half", "auto")
 METRIC = torch.rand(4, 3, 3, 3) + 0.5
-
-
-@pytest.fixture(autouse=True)
-def _native(fresh_dynamo):
-    with loco_ext.backend("native"):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ surrounded by NaN and results by numbers that must stay unchanged.
 
 import itertools
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +17,13 @@ import torch
 from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
-import loco_ext
-from loco_ext import ops
 from loco_ext.ops.ring_prox import ProxCall
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
-from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, LAYOUTS, Call, assert_same, make
+from tests.ring_prox.cases import LAYOUTS
+from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, Call, assert_same, make
 from tests.tolerances import assert_within_ulps, same_bits
-from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
+from tests.triton_runs import Guarded, interpret, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -30,12 +31,12 @@ pytestmark = needs_triton
 # ---- in the interpreter's process
 
 
-def run(data: bytes) -> bytes:
-    """Return the pickled calls' results, with those of ring_norms where there is no metric and no linf."""
+def run(calls: list[Call]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the calls' results, with those of ring_norms where there is no metric and no linf."""
     from loco_ext.triton_kernels import ring_prox
 
     results = []
-    for call in loaded(data):
+    for call in calls:
         with pytest.MonkeyPatch.context() as patch:
             guards = {name: Guarded(getattr(torch, name)) for name in ("empty", "empty_like")}
             for name, value in call.settings.items():
@@ -52,21 +53,20 @@ def run(data: bytes) -> bytes:
         for guard in guards.values():
             guard.check()
         results.append((result, norms))
-    return saved(results)
+    return results
 
 
-def run_together(data: bytes) -> tuple[bytes, int]:
-    """Return the proxes of pickled calls, made together with the settings of the first, and the number of launches."""
+def run_together(calls: list[Call]) -> tuple[list[Tensor], int]:
+    """Return the proxes of calls made together, with the settings of the first, and the number of launches."""
     from loco_ext.triton_kernels import ring_prox
 
-    calls = loaded(data)
     launches = Launches(ring_prox.prox_kernel)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (calls[0].settings | {"prox_kernel": launches}).items():
             patch.setattr(ring_prox, name, value)
         patch.setattr(ring_prox, "_UPLOADS", Uploads())
         results = ring_prox.ring_proxes([ProxCall(*call.arguments()) for call in calls])
-    return saved(results), launches.number
+    return results, launches.number
 
 
 @dataclass
@@ -95,27 +95,20 @@ def far() -> tuple[Tensor, Tensor]:
     weight = reserved(size, BF16).as_strided((2, 5, 3), strides)
     weight.copy_(torch.randn(2, 5, 3))
     result = ring_prox.ring_prox(weight, [0, 1, 0], torch.tensor([0.5, 0.7], dtype=F64), None, weight.abs(), False)
-    return weight.float().numpy(), result.float().numpy()
+    return weight.float(), result.float()
 
 
 # ---- in this process
 
 
-@dataclass
-class Interpreter:
-    pool: ProcessPoolExecutor
-
-    def results(self, calls: list[Call]) -> list[tuple[Tensor, Tensor | None]]:
-        return loaded(self.pool.submit(run, saved(calls)).result())
-
-
 @pytest.fixture
-def interpreter(interpreter_process: ProcessPoolExecutor) -> Interpreter:
-    return Interpreter(interpreter_process)
+def interpreter(interpreter_process: ProcessPoolExecutor) -> Callable[..., Any]:
+    """Return a function that calls a function, with its arguments, in the interpreter's process."""
+    return partial(interpret, interpreter_process)
 
 
-def assert_is_reference(interpreter: Interpreter, *calls: Call) -> None:
-    for call, (result, norms) in zip(calls, interpreter.results(list(calls)), strict=True):
+def assert_is_reference(interpreter: Callable[..., Any], *calls: Call) -> None:
+    for call, (result, norms) in zip(calls, interpreter(run, list(calls)), strict=True):
         expected = reference.ring_prox(*call.arguments())
         assert result.dtype == call.weight.dtype
         assert result.stride() == torch.empty_like(call.weight).stride()
@@ -209,8 +202,8 @@ def test_weights_of_a_kind_share_a_launch(interpreter, settings):
     others = [make(shape, BF16, linf, metric=F32) for linf in (False, True) for shape in shapes[:2]]
     double = make((2, 1, 3), F64, metric=F64)
     calls = [replace(call, settings=settings) for call in (*plain[:2], *others, double, *plain[2:])]
-    results, launches = interpreter.pool.submit(run_together, saved(calls)).result()
-    for call, result in zip(calls, loaded(results), strict=True):
+    results, launches = interpreter(run_together, calls)
+    for call, result in zip(calls, results, strict=True):
         assert_same(result, reference.ring_prox(*call.arguments()), call.weight.abs())
     assert launches == 5  # of two rings, of three, with a metric by both norms, and in float64
 
@@ -235,7 +228,7 @@ def with_thresholds(call: Call, *values: float) -> Call:
 def test_thresholds_of_0_change_nothing_and_large_ones_leave_nothing(interpreter, linf, metric, dtype):
     call = make((2, 2, 3, 3), dtype, linf, metric=dtype if metric else None)
     nothing = with_thresholds(call, 0, 0, 0)
-    for result, _norms in interpreter.results([nothing, replace(nothing, squared=nothing.thresholds)]):
+    for result, _norms in interpreter(run, [nothing, replace(nothing, squared=nothing.thresholds)]):
         assert same_bits(result, call.weight)
     calls = [with_thresholds(call, *values) for values in [(1e3, 0, 0), (0, 0, 1e3)]]
     assert_is_reference(interpreter, *calls)
@@ -276,7 +269,7 @@ def test_nan_spreads_in_its_kernel_where_thresholds_are_squared_and_infinity_onl
     plain = with_thresholds(make((1, 2, 3), F32, rings=[0, 1, 2]), 0.1, 0, 0)
     plain.weight[0, 0, 2] = torch.inf
     calls.append(replace(plain, squared=torch.tensor([0, 0, 0.1], dtype=F64)))
-    *with_nan, (with_infinity, _norms) = interpreter.results(calls)
+    *with_nan, (with_infinity, _norms) = interpreter(run, calls)
     for result, _norms in with_nan:
         assert result.isnan().all()
     assert_same(with_infinity, reference.ring_prox(*plain.arguments()), plain.weight.abs())
@@ -314,16 +307,7 @@ def test_weights_numbered_in_64_bits(interpreter):
 
 @pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
 def test_weights_that_lie_farther_apart_than_2_to_the_31(interpreter):
-    weight, result = (torch.from_numpy(array) for array in interpreter.pool.submit(far).result())
+    weight, result = interpreter(far)
     t = torch.tensor([0.5, 0.7], dtype=F64)
     expected = reference.ring_prox(weight.to(BF16), [0, 1, 0], t, None, weight.to(BF16).abs(), False)
     assert_within_ulps(result.to(BF16), expected, scale=weight.abs())
-
-
-def test_tensors_on_the_cpu_are_refused():
-    call = make((2, 2, 3))
-    with loco_ext.backend("triton"):
-        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
-            ops.ring_prox(call.weight, call.rings, call.thresholds)
-        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
-            ops.ring_norms(call.weight, call.rings, 3)

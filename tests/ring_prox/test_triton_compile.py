@@ -4,7 +4,6 @@ The tests call the launcher itself; instead of a launch, the kernel is compiled 
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
-from bench.ahead_of_time import gpu, launches, resources
+from bench.ahead_of_time import launches, resources
 from loco_ext import geometry
 from tests.covering import slow
 from tests.triton_runs import count, needs_compiler, vectors
@@ -21,44 +20,22 @@ from tests.triton_runs import count, needs_compiler, vectors
 pytestmark = needs_compiler
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+Target = tuple[str, int | str]
+H100 = ("cuda", 90)
 
 
-@dataclass
-class Compiler:
-    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
+def launched(target: Target, weight: Tensor, operator: str, *arguments: Any):
+    """Return the grid, the options and the compiled kernel of an operator's launch."""
+    from loco_ext.triton_kernels import ring_prox
 
-    patch: pytest.MonkeyPatch
-
-    def launch(self, backend: str, arch: int | str, weight: Tensor, operator: str, *arguments: Any):
-        """Return the grid, the options and the compiled kernel."""
-        from loco_ext.triton_kernels import ring_prox
-
-        call = partial(getattr(ring_prox, operator), weight, rings_of(weight), *arguments)
-        with self.patch.context() as patch:
-            patch.setattr(torch.version, "hip", "7.0" if backend == "hip" else None)
-            kernels, target = ("norms_kernel", "prox_kernel"), gpu(backend, arch)
-            ((_, *launched),) = launches(call, ring_prox, kernels, target, _UPLOADS=Uploads())
-        return launched
-
-    def prox(
-        self,
-        backend: str,
-        arch: int | str,
-        weight: Tensor,
-        metric: Tensor | None = None,
-        linf: bool = False,
-        squared: bool = False,
-    ):
-        t = torch.ones(max(rings_of(weight)) + 1, dtype=F64)
-        return self.launch(backend, arch, weight, "ring_prox", t, t if squared else None, metric, linf)
-
-    def norms(self, backend: str, arch: int | str, weight: Tensor):
-        return self.launch(backend, arch, weight, "ring_norms", max(rings_of(weight)) + 1)
+    call = partial(getattr(ring_prox, operator), weight, rings_of(weight), *arguments)
+    ((_, *launch),) = launches(call, ring_prox, ("norms_kernel", "prox_kernel"), target, _UPLOADS=Uploads())
+    return launch
 
 
-@pytest.fixture
-def compiler(monkeypatch) -> Compiler:
-    return Compiler(monkeypatch)
+def prox(target: Target, weight: Tensor, metric: Tensor | None = None, linf: bool = False, squared: bool = False):
+    t = torch.ones(max(rings_of(weight)) + 1, dtype=F64)
+    return launched(target, weight, "ring_prox", t, t if squared else None, metric, linf)
 
 
 def rings_of(weight: Tensor) -> list[int]:
@@ -98,10 +75,10 @@ def assert_ieee(options, text):
     ("mode", "arch"),
     [*((mode, 90) for mode in ORDINARY), *map(slow, [*((mode, 90) for mode in SLOW), ("l2", 80), ("double", 100)])],
 )
-def test_cuda_kernels_round_as_ieee_asks_keep_numbers_in_registers_and_access_channels_in_vectors(compiler, mode, arch):
+def test_cuda_kernels_round_as_ieee_asks_keep_numbers_in_registers_and_access_channels_in_vectors(mode, arch):
     texts = []
     for channels_last in (False, True):
-        grid, options, kernel = compiler.prox("cuda", arch, *operands(mode, channels_last))
+        grid, options, kernel = prox(("cuda", arch), *operands(mode, channels_last))
         assert grid == (8,)
         texts.append(kernel.asm["ptx"])
         assert_ieee(options, texts[-1])
@@ -128,35 +105,36 @@ def test_cuda_kernels_round_as_ieee_asks_keep_numbers_in_registers_and_access_ch
         *map(slow, [((8, 512), True), ((8, 500, 1, 1), False), ((8, 3), False)]),
     ],
 )
-def test_other_shapes_compile(compiler, shape, vectors_too):
+def test_other_shapes_compile(shape, vectors_too):
     weight = torch.ones(shape)
     for metric, squared in ((None, False), (weight.double(), True)):
-        text = compiler.prox("cuda", 90, weight, metric, False, squared)[2].asm["ptx"]
+        text = prox(H100, weight, metric, False, squared)[2].asm["ptx"]
         assert (vectors(text)[1] > 0) == vectors_too
-    compiler.prox("cuda", 90, weight, weight.half(), True, True)
+    prox(H100, weight, weight.half(), True, True)
 
 
-def test_weights_that_are_not_aligned_are_accessed_one_by_one(compiler):
+def test_weights_that_are_not_aligned_are_accessed_one_by_one():
     aligned = torch.ones(8, 512)
     moved = torch.ones(8 * 512 + 1)[1:].view(8, 512)
     shifted = torch.ones(8, 3, 3, 528)[..., :512].permute(0, 3, 1, 2)
     odd = torch.ones(8, 3, 3, 513)[..., :512].permute(0, 3, 1, 2)
-    loads = [vectors(compiler.prox("cuda", 90, weight)[2].asm["ptx"])[0] for weight in (aligned, moved, shifted, odd)]
+    loads = [vectors(prox(H100, weight)[2].asm["ptx"])[0] for weight in (aligned, moved, shifted, odd)]
     assert [bool(number) for number in loads] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [(F32, 90), *map(slow, [(F64, 100), (BF16, 80)])], ids=str)
-def test_norms_compile(compiler, dtype, arch):
-    grid, options, kernel = compiler.norms("cuda", arch, torch.ones(8, 512, 3, 3, dtype=dtype))
+def test_norms_compile(dtype, arch):
+    weight = torch.ones(8, 512, 3, 3, dtype=dtype)
+    grid, options, kernel = launched(("cuda", arch), weight, "ring_norms", max(rings_of(weight)) + 1)
     assert grid == (8,)
     assert_ieee(options, kernel.asm["ptx"])
     assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0
 
 
 @pytest.mark.parametrize("mode", list(map(slow, ORDINARY)))
-def test_kernels_compile_for_amd(compiler, mode):
+def test_kernels_compile_for_amd(mode):
     for channels_last in (False, True):
-        _grid, options, kernel = compiler.prox("hip", "gfx942", *operands(mode, channels_last))
+        _grid, options, kernel = prox(("hip", "gfx942"), *operands(mode, channels_last))
         assert options["num_warps"] == 4
         assert re.findall(r"vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]) == ["0"]
 
@@ -165,6 +143,6 @@ def test_kernels_compile_for_amd(compiler, mode):
     ("shape", "block", "warps"),
     [((64, 1, 3, 3), 32, 1), ((64, 64, 3, 3), 512, 4), ((64, 4096, 3, 3), 1024, 8)],
 )
-def test_a_program_is_as_large_as_its_rings(compiler, shape, block, warps):
-    _grid, options, _kernel = compiler.prox("cuda", 90, torch.empty(shape))
+def test_a_program_is_as_large_as_its_rings(shape, block, warps):
+    _grid, options, _kernel = prox(H100, torch.empty(shape))
     assert (options["FORM"].block, options["num_warps"]) == (block, warps)

@@ -1,12 +1,13 @@
 """Calls of ring_prox for the tests of its Triton kernels: made from a seed, in memory of all kinds, and compared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from loco_ext import geometry
+from tests.ring_prox.cases import lie
 from tests.tolerances import assert_within_ulps, same_bits
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -36,26 +37,6 @@ def assert_same(actual: Tensor, expected: Tensor, scale: Tensor, ulps: float | N
     assert torch.equal(special, (actual == 0) | ~actual.isfinite()), "other weights vanish"
     assert same_bits(actual[special], expected[special])
     assert_within_ulps(actual[~special], expected[~special], ulps, scale[~special])
-
-
-def lie(tensor: Tensor, order: Sequence[int] | None = None, step: int = 1) -> Tensor:
-    """Return a copy amid NaN: axes in ``order`` from slowest to fastest, on every ``step``-th element of each."""
-    order = list(range(tensor.dim())) if order is None else order
-    sizes = [tensor.shape[d] * step for d in order]
-    memory = torch.full((torch.Size(sizes).numel() + 16,), torch.nan, dtype=tensor.dtype)
-    view = memory[8:-8].view(sizes)[tuple(slice(None, None, step) for _ in order)]
-    return view.permute([order.index(d) for d in range(tensor.dim())]).copy_(tensor)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lie,
-    "channels_last": lambda t: lie(t, [0, *range(2, t.dim()), 1]),
-    "kernels_fastest": lambda t: lie(t, list(range(t.dim()))[::-1]),
-    "channels_slowest": lambda t: lie(t, [1, 0, *range(2, t.dim())]),
-    "gaps": lambda t: lie(t, step=2),
-    "channels_last_gaps": lambda t: lie(t, [0, *range(2, t.dim()), 1], 3),
-    "negated": lambda t: lie(torch.complex(t.double(), -t.double())).conj().imag if t.dtype == F64 else lie(t),
-}
 
 
 def make(

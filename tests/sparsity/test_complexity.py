@@ -290,7 +290,7 @@ def test_another_model_than_the_penalties_is_an_error():
     [
         ({"strength": -1.0}, ValueError, "strength: expected a finite number of at least 0"),
         ({"strength": "1"}, TypeError, "strength: expected a number"),
-        ({"strength": 1.0, "kind": "third"}, ValueError, "kind: expected 'half' or 'full'"),
+        ({"strength": 1.0, "kind": "third"}, ValueError, "kind: expected one of 'half', 'full'"),
         ({"strength": 1.0, "power": 1}, TypeError, "power"),
         ({"example_inputs": 5, "strength": 1.0}, TypeError, "example_inputs: expected a tensor, or a tuple with one"),
         ({"example_inputs": torch.zeros(1, 5, 5), "strength": 1.0}, ValueError, r"expected a batch, got one sample.*$"),
