@@ -200,35 +200,38 @@ void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Return the next smaller number of samples that there are tiles for. Every number has one for whole vectors of float32
-// and half precision, in which most channels are. Elsewhere some numbers have none, as each takes long to compile.
-template <typename E, int vectors, bool whole>
-constexpr int fewer_samples(int samples) {
-  const bool most_channels = whole && vectors == E::kVectors && !std::is_same_v<E, F64>;
-  return most_channels || samples == kDepthwiseSamples || samples <= 2 ? samples - 1 : samples - 2;
+template <typename E>
+using DepthwiseTile = void (*)(const Product& call, const Window<E>& window, int64_t row, int64_t lowest);
+
+// Return the tile for the largest number of samples, at most `most`, that has one, and write that number. Every number
+// has a tile for whole vectors of float32 and half precision, in which most channels are. Elsewhere some numbers have
+// none, as each takes long to compile.
+template <typename E, int vectors, bool whole, bool copied, int count = kDepthwiseSamples>
+DepthwiseTile<E> depthwise_tile_of(int64_t most, int64_t& samples) {
+  constexpr bool kMostChannels = whole && vectors == E::kVectors && !std::is_same_v<E, F64>;
+  constexpr int kFewer = kMostChannels || count == kDepthwiseSamples || count <= 2 ? count - 1 : count - 2;
+  if constexpr (kFewer > 0) {
+    if (most < count) return depthwise_tile_of<E, vectors, whole, copied, kFewer>(most, samples);
+  }
+  samples = count;
+  return depthwise_tile<E, count, vectors, whole, copied>;
 }
 
 // Compute rows `row` to before `last`, from a ring or from the tensor.
-template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
+template <typename E, int vectors, bool whole, bool copied>
 void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, Window<E> window, int64_t row, int64_t last) {
-  const int64_t left = window.samples - samples;
-  if (left >= 0) {
-    window.samples = samples;
+  for (int64_t left = window.samples; left > 0; left -= window.samples) {
+    const auto tile = depthwise_tile_of<E, vectors, whole, copied>(left, window.samples);
     PixelRange cached{0, 0};
     for (int64_t at = row; at < last; ++at) {
       const PixelRange span = spans.of(at);
       if (copied && span.length() > 0) {
         depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
       }
-      depthwise_tile<E, samples, vectors, whole, copied>(call, window, at, span.begin);
+      tile(call, window, at, span.begin);
     }
-    window.batch += samples;
-    window.samples = left;
-    if (!copied) window.data += samples * call.from.batch_stride;
-  }
-  constexpr int kFewer = fewer_samples<E, vectors, whole>(samples);
-  if constexpr (kFewer > 0) {
-    if (window.samples > 0) depthwise_rows<E, vectors, whole, copied, kFewer>(call, spans, window, row, last);
+    window.batch += window.samples;
+    if (!copied) window.data += window.samples * call.from.batch_stride;
   }
 }
 

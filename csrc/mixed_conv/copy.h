@@ -59,14 +59,6 @@ LOCO_HD void spread(const T* from, int64_t from_step, int64_t count, T* to, int6
   for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
 }
 
-template <typename T>
-LOCO_HD void copy_side_by_side(const T* from, int64_t count, T* to) {
-  constexpr int64_t kAtOnce = 8;
-  int64_t i = 0;
-  for (; i + kAtOnce <= count; i += kAtOnce) std::memcpy(to + i, from + i, kAtOnce * sizeof(T));
-  for (; i < count; ++i) to[i] = from[i];
-}
-
 // The columns of the images that are copied, for one residue of the stride: column shift + place * step goes to
 // `place`, for places first .. past - 1. The other places are zero.
 struct ColumnMap {
@@ -90,7 +82,7 @@ struct Weave {
     const int64_t step = span.step, count = span.past - span.first;
     from += span.first * step + span.shift;
     to += span.first * images;
-    if (images == 1 && step == 1) return copy_side_by_side(from, count, to);
+    if (images == 1 && step == 1) return spread(from, 1, count, to, 1);
     int64_t i = 0;
     for (; i + kSide <= count && images != 2; i += kSide) four_columns(from + i * step, to + i * images);
     for (; i < count; ++i) {

@@ -140,9 +140,8 @@ struct Band {
           continue;
         }
         transpose_lanes(lanes, kSquare, work.transposed, work.transposed_places);
-        for_pixels(place, [&](int64_t lane, Word* pixel) LOCO_INLINE {
-          copy_side_by_side(work.transposed + lane * kSquare, some, pixel + channel);
-        });
+        for_pixels(place, [&](int64_t lane, Word* pixel)
+                              LOCO_INLINE { spread(work.transposed + lane * kSquare, 1, some, pixel + channel, 1); });
       }
     }
   }

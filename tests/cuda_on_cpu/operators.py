@@ -15,20 +15,10 @@ from loco_ext.ops import backends
 from tests.cuda_on_cpu import build
 
 SOURCES = (
-    *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/step_args.cpp"),
-    *(
-        "optim_step/bind_cuda.cpp",
-        "optim_step/gather.cpp",
-        "optim_step/gpu_table.cpp",
-        "common/cuda_upload.cu",
-    ),
-    *(
-        "common/overlap.cpp",
-        "ring_prox/cuda.cu",
-        "ring_prox/cuda_joint.cu",
-        "ring_prox/bind_cuda.cpp",
-        "ring_prox/gpu_table.cpp",
-    ),
+    *(f"optim_step/{name}" for name in ("cuda.cu", "cuda_prox.cu", "bind_cuda.cpp", "gather.cpp")),
+    *("optim_step/gpu_table.cpp", "optim_step/step_args.cpp"),
+    *(f"ring_prox/{name}" for name in ("cuda.cu", "cuda_joint.cu", "bind_cuda.cpp", "gpu_table.cpp")),
+    *("common/cuda_upload.cu", "common/overlap.cpp"),
 )
 
 
