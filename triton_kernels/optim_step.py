@@ -5,8 +5,8 @@ one more, which increments the step counts. The table that tells the programs ab
 kernels (``csrc/optim_step/gpu_table.h``), built and checked by the compiled library, and copied to the device when
 something in it changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so that
 the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.shrink` applies their
-prox after the step.
+``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.prox_after_step`
+applies their prox after the step.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
-from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
+from loco_ext.ops.prox_after_step import applied_by_kernels, step_then_prox
 from loco_ext.ops.step_args import ADAM, SGD, Flags, Rule, StepArgs
 from loco_ext.ops.step_checks import check_lengths, check_penalties, check_scalars, check_step
 from loco_ext.reference import optim_step as _reference
@@ -258,7 +258,7 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
         if found_inf.item() != 0:
             _run_kernels(chosen, replace(args, penalties=within), args)
             return
-    step_then_shrink(
+    step_then_prox(
         replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import compiler
-from loco_ext.ops.shrink import proxes_of
+from loco_ext.ops.prox_after_step import proxes_of
 from loco_ext.ops.step_args import Flags, Rule
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from loco_ext.ops import backends
 from loco_ext.ops.penalties import StepPenalty
-from loco_ext.ops.shrink import applied_by_kernels
+from loco_ext.ops.prox_after_step import applied_by_kernels
 from loco_ext.optim.options import Group, uses_torch
 from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedLayer, FoldedLayers, column_of

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.optim_step import run_again, run_and_cache, run_step
-from loco_ext.ops.shrink import applied_by_kernels
+from loco_ext.ops.prox_after_step import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.ops.step_checks import check_scalars, check_step
 from loco_ext.optim.options import Group

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loco_ext import geometry, ops, optim, sparsity
-from loco_ext.ops import shrink
+from loco_ext.ops import prox_after_step
 from tests.covering import covering
 from tests.optim_step.cases import (
     FLOATS,
@@ -270,7 +270,7 @@ def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rul
         return params
 
     one_by_one = stepped()
-    monkeypatch.setattr(shrink, "_batches", lambda _args, chosen: [list(chosen)])
+    monkeypatch.setattr(prox_after_step, "_batches", lambda _args, chosen: [list(chosen)])
     together = stepped()
     assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
     sizes = together[0].detach().abs().flatten()
@@ -280,7 +280,7 @@ def test_proxes_computed_together_are_those_computed_one_by_one(monkeypatch, rul
 @with_kernels("cpu")
 @pytest.mark.parametrize(("device", "batches"), [("cpu", [[1], [2], [3], [5], [6]]), ("cuda", [[1, 2], [3], [5, 6]])])
 def test_on_a_gpu_parameters_are_shrunk_in_batches_of_bounded_size(monkeypatch, device, batches):
-    monkeypatch.setattr(shrink, "MOST_IN_A_BATCH", 10)
+    monkeypatch.setattr(prox_after_step, "MOST_IN_A_BATCH", 10)
     sizes = [99, 4, 6, 12, 99, 3, 5]
     params = [SimpleNamespace(device=torch.device(device), numel=lambda size=size: size) for size in sizes]
-    assert list(shrink._batches(SimpleNamespace(params=params), [1, 2, 3, 5, 6])) == batches
+    assert list(prox_after_step._batches(SimpleNamespace(params=params), [1, 2, 3, 5, 6])) == batches

@@ -41,7 +41,7 @@ def _lies_by_filters(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= first.numel())
 
 
-def shrink(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+def batches_of_proxes(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
 
     On a GPU, the metrics of a batch share launches, and so do joint penalties and, in Triton, all other proxes.
@@ -121,7 +121,7 @@ def _is_zero(size: Tensor | float) -> bool:
 
 
 @torch.no_grad()
-def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
+def step_then_prox(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     """Step by kernels that do not apply these penalties, then apply the prox to each penalised parameter.
 
     Args:
@@ -136,7 +136,7 @@ def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
         for i in chosen:
             tensors[i] = own[i].to(compute_dtype(args.params[i].dtype))
     step(wide)
-    for indices, shrunk in shrink(wide, chosen):
+    for indices, shrunk in batches_of_proxes(wide, chosen):
         params = [args.params[i] for i in indices]
         if args.found_inf is not None:
             kept = [args.found_inf.to(w.device) == 0 for w in shrunk]
