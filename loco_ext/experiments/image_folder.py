@@ -56,10 +56,10 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
     if missing or not files:
         empty = folder / classes[min(missing)] if missing else folder
         raise DataError(f"{empty}: expected images in it, found no {', '.join(SUFFIXES)}")
-    needed, free = 3 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
+    needed, free = 4 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise DataError(
-            f"image_size: expected one at which {len(files)} images, and these padded for crops, fit into "
+            f"image_size: expected one at which {len(files)} images, padded and mirrored for crops and flips, fit into "
             f"{free / 1e9:.1f} GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
         )
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
