@@ -99,6 +99,7 @@ def optim_step_sgd(
         >>> round(w.mean().item(), 4)
         0.9
     """
+    _check_names("optim_step_sgd", options)
     states = [list(momentum_buffers)] if momentum_buffers else []
     flags = Flags(maximize=maximize, l1=l1, nesterov=nesterov)
     run_step(_arguments(SGD, flags, params, grads, states, hyper, first=first, **options))
@@ -139,9 +140,15 @@ def optim_step_adam(
         >>> round(w[0].item(), 4), t.item()
         (0.9, 1.0)
     """
+    _check_names("optim_step_adam", options)
     states = [list(tensors) for tensors in (exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else []))]
     flags = Flags(maximize=maximize, l1=l1, amsgrad=amsgrad, decoupled=decoupled)
     run_step(_arguments(ADAM, flags, params, grads, states, hyper, steps=steps, **options))
+
+
+def _check_names(operator: str, options: StepOptions) -> None:
+    for name in options.keys() - StepOptions.__annotations__.keys():
+        raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
 
 
 _LISTS = ("steps", "first", "group_index", "lrs", "lr_index", "maps", "map_index", "penalties")

@@ -338,3 +338,12 @@ def test_a_step_with_scales_is_not_kept():
     penalty = ops.StepPenalty([0, 1, 1] * 3, t, scales=torch.ones(2, 4, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="scales: expected none for a step that is kept"):
         torch.ops.loco_ext.optim_step_cached(*replace(case.arguments(), penalties=[penalty]).for_operator())
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"), [("sgd", "steps"), ("sgd", "amsgrad"), ("adam", "first"), ("adam", "shapes")]
+)
+def test_operators_refuse_keywords_that_are_not_theirs(rule, name):
+    operator, lists = (ops.optim_step_sgd, 3) if rule == "sgd" else (ops.optim_step_adam, 6)
+    with pytest.raises(TypeError, match=rf"optim_step_{rule}\(\) got an unexpected keyword argument '{name}'"):
+        operator(*[[]] * lists, torch.zeros(1, 4), **{name: [1]})

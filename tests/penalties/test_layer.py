@@ -100,3 +100,16 @@ def test_random_rounding_is_of_what_the_prox_leaves(kind):
                 ops.optim_step_adam([weight], [weight / 2], *lists, steps, hyper, amsgrad=True, **options)
         results.append([weight, *states])
     assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("native")
+def test_functions_get_adams_metric_over_the_learning_rate():
+    told = []
+    penalty = ops.LayerPenalty(lambda weight, step, metric: told.append((step, metric)) or weight)
+    weight, grad = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
+    states = [[torch.zeros_like(weight)] for _ in range(2)]
+    ops.optim_step_adam([weight], [grad], *states, [], [torch.zeros(())], hyper, penalties=[penalty])
+    ((step, metric),) = told
+    assert step == 1.0
+    torch.testing.assert_close(metric, (grad.abs() + 1e-3) / 0.1)
