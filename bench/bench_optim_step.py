@@ -136,7 +136,7 @@ OURS = {"uniform": "ours_uniform", "loco": "ours_loco"}
 # name: (numerator, denominator)
 RATIOS = {
     "loco / uniform": ("ours_loco", "ours_uniform"),
-    "uncached / uniform": ("ours_uncached", "ours_uniform"),
+    "uniform without a step cache / uniform": ("ours_uncached", "ours_uniform"),
     "uniform / torch fused": ("ours_uniform", "torch_fused"),
     "loco / torch fused": ("ours_loco", "torch_fused"),
     "loco / torch fused + map": ("ours_loco", "torch_fused_map"),

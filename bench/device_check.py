@@ -122,13 +122,19 @@ def run_part(name: str, out: Path, log: Path, limit: float, variables: dict[str,
 
 
 def tests_of(scratch: Path) -> dict[str, Any]:
-    """Return the counts of a part's tests; nothing without a report of pytest."""
+    """Return the counts of a part's tests and the names of those that failed; nothing without a report of pytest."""
     if not (path := scratch / "tests.xml").exists():
         return {}
+    report = ElementTree.parse(path)
     counts = {key: 0 for key in ("tests", "failures", "errors", "skipped")}
-    for suite in ElementTree.parse(path).iter("testsuite"):
+    for suite in report.iter("testsuite"):
         counts = {key: count + int(suite.get(key, 0)) for key, count in counts.items()}
-    return {"ran": counts["tests"] - counts["skipped"], **counts}
+    failing = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in report.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"ran": counts["tests"] - counts["skipped"], **counts} | ({"failing": failing} if failing else {})
 
 
 def benchmark_of(scratch: Path, out: Path) -> dict[str, Any]:

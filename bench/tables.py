@@ -67,7 +67,7 @@ def optim_step(report: Record) -> list[Table]:
         ),
         table(
             "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
-            "with the map, uniform: ours without, uncached: ours that collects all tensors anew in each step",
+            "with the map, uniform: ours without",
             results,
             STEP + each(results, "ratios", fixed(2)),
         ),

@@ -46,11 +46,14 @@ def test_missing_packages_are_named(monkeypatch):
 
 
 SUITE = '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="{}"/></testsuites>'
+FAILING = (
+    '<testsuite tests="1" failures="1"><testcase classname="a.b" name="test_c[1]"><failure/></testcase></testsuite>'
+)
 TARGETS = [{"name": "share", "wanted": "at least 0.85", "measured": 0.5, "met": False, "where": "resnet50"}]
 BENCHMARK = {"results": [1], "steps": [2], "settings": {"cases": 3}, "targets": TARGETS}
 PARTS = {
     "build": "echo $CAPABILITY",
-    "fails": "cd / && python -c 'import bench, tqdm' && exit 3",
+    "fails": f"cd / && python -c 'import bench, tqdm' && echo '{FAILING}' > $SCRATCH/tests.xml && exit 3",
     "hangs": "sleep 60 & echo $!; wait",
     "absent": f"exit {device_check.SKIPPED}",
     "none_ran": f"echo '{SUITE.format(3)}' > $SCRATCH/tests.xml",
@@ -83,7 +86,8 @@ def test_each_part_has_its_result_and_log(check, tmp_path, capsys):
     failing = dict.fromkeys(("fails", "hangs", "none_ran"), "failed")
     assert results == dict.fromkeys(PARTS, "passed") | failing | {"absent": "skipped"}
     lines = [line.split(" s  ")[-1] for line in capsys.readouterr().out.splitlines()[-len(PARTS) - 1 :]]
-    assert lines[1:3] == ["status 3", "status out of time"]
+    failing = "failures 1, errors 0, skipped 0, failing ['a.b::test_c[1]']"
+    assert lines[1:3] == [f"status 3, ran 1, tests 1, {failing}", "status out of time"]
     assert lines[5:7] == ["status 0, ran 1, tests 3, failures 0, errors 0, skipped 2", "status 0, cases 2 of 3"]
     assert lines[7].endswith("0.5, wanted at least 0.85: NOT MET (resnet50)")
     assert (tmp_path / "device_check-made-up-gpu-80gb-build.log").read_text() == "9.0\n"
@@ -112,6 +116,25 @@ def test_the_fingerprint_is_of_sources_alone(monkeypatch, tmp_path):
         (tmp_path / "csrc" / name).write_text(text)
         found.add(device_check.fingerprint())
     assert len(found) == 3
+
+
+def test_parts_do_what_their_names_say(monkeypatch):
+    scripts = device_check.PARTS
+    assert "LOCO_CUDA=1 TORCH_CUDA_ARCH_LIST=$CAPABILITY" in scripts["build"]
+    for tool, backend in device_check.SANITIZERS:
+        script = scripts[f"{tool}_{backend}"]
+        assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in script
+        assert f"--tool {tool} " in script
+        assert f"-k 'kernels and {backend}'" in script
+    tests = [script for name, script in scripts.items() if name.startswith("test_")]
+    assert all("-m 'not slow'" in script and "$WORKERS" in script for script in tests)
+    modules = device_check.GPU_MODULES.split()
+    assert all((harness.ROOT / module).exists() for module in modules)
+    assert all(f"--ignore={module}" in scripts["test_rest"] for module in modules)
+    for xdist, workers in ((object(), "-n 3 --dist load"), (None, "")):
+        monkeypatch.setattr(device_check, "find_spec", lambda _name, found=xdist: found)
+        found = device_check.environment({"capability": "9.0"}, "gpu", 3, False)
+        assert (found["CAPABILITY"], found["WORKERS"]) == ("9.0", workers)
 
 
 def test_libraries_are_loaded_and_benchmarks_exist():
