@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from types import ModuleType
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,28 +42,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from loco_ext.ops import backends
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.prox_after_step import applied_by_kernels, step_then_prox
-from loco_ext.ops.step_args import ADAM, SGD, Flags, Rule, StepArgs
+from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from loco_ext.ops.step_checks import check_lengths, check_penalties, check_scalars, check_step
 from loco_ext.reference import optim_step as _reference
 from loco_ext.reference.dtypes import compute_dtype
 
 _FAMILY = "optim_step"
-
-
-class StepOptions(TypedDict, total=False):
-    """The keyword arguments of both operators; the text at the top of this file describes them."""
-
-    group_index: Sequence[int] | None
-    lrs: Sequence[Tensor]
-    lr_index: Sequence[int]
-    maps: Sequence[Tensor]
-    map_index: Sequence[int] | None
-    penalties: Sequence[StepPenalty | LayerPenalty | None]
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-    ordinals: Sequence[int] | None  # None: the parameters' numbers
-    seed: int | None
-    rounding_step: int
 
 
 def optim_step_sgd(
@@ -73,10 +57,20 @@ def optim_step_sgd(
     hyper: Tensor,
     *,
     first: Sequence[int] | None = None,
+    group_index: Sequence[int] | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_index: Sequence[int] = (),
+    maps: Sequence[Tensor] = (),
+    map_index: Sequence[int] | None = None,
+    penalties: Sequence[StepPenalty | LayerPenalty | None] = (),
     nesterov: bool = False,
     maximize: bool = False,
     l1: bool = False,
-    **options: Unpack[StepOptions],
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    ordinals: Sequence[int] | None = None,
+    seed: int | None = None,
+    rounding_step: int = 0,
 ) -> None:
     """Make an SGD step as torch.optim: ``b = mu*b + (1 - dampening)*d``, ``w -= lr * (d + mu*b if nesterov else b)``.
 
@@ -88,7 +82,6 @@ def optim_step_sgd(
         hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
         first: 1 where the buffer is uninitialised and becomes ``d``; default or empty: all 0.
         l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
-        options: see :class:`StepOptions`.
 
     Example:
         >>> import torch
@@ -99,10 +92,28 @@ def optim_step_sgd(
         >>> round(w.mean().item(), 4)
         0.9
     """
-    _check_names("optim_step_sgd", options)
-    states = [list(momentum_buffers)] if momentum_buffers else []
-    flags = Flags(maximize=maximize, l1=l1, nesterov=nesterov)
-    run_step(_arguments(SGD, flags, params, grads, states, hyper, first=first, **options))
+    run_step(
+        StepArgs(
+            rule=SGD,
+            flags=Flags(maximize=maximize, l1=l1, nesterov=nesterov),
+            params=list(params),
+            grads=list(grads),
+            states=[list(momentum_buffers)] if momentum_buffers else [],
+            hyper=hyper.contiguous(),
+            first=[] if first is None else list(first),
+            group_index=[] if group_index is None else list(group_index),
+            lrs=list(lrs),
+            lr_index=list(lr_index),
+            maps=list(maps),
+            map_index=[] if map_index is None else list(map_index),
+            penalties=list(penalties),
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            ordinals=list(range(len(params)) if ordinals is None and seed is not None else ordinals or ()),
+            seed=seed,
+            rounding_step=rounding_step,
+        )
+    )
 
 
 def optim_step_adam(
@@ -114,11 +125,21 @@ def optim_step_adam(
     steps: Sequence[Tensor],
     hyper: Tensor,
     *,
+    group_index: Sequence[int] | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_index: Sequence[int] = (),
+    maps: Sequence[Tensor] = (),
+    map_index: Sequence[int] | None = None,
+    penalties: Sequence[StepPenalty | LayerPenalty | None] = (),
     amsgrad: bool = False,
     maximize: bool = False,
     decoupled: bool = False,
     l1: bool = False,
-    **options: Unpack[StepOptions],
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    ordinals: Sequence[int] | None = None,
+    seed: int | None = None,
+    rounding_step: int = 0,
 ) -> None:
     """Make an Adam step as torch.optim; ``decoupled=True``: AdamW, with ``w *= 1 - lr*weight_decay*map`` before it.
 
@@ -129,7 +150,6 @@ def optim_step_adam(
         steps: one-element float32 or float64 tensors, incremented by one.
         hyper: shape (groups, 5), columns lr, weight_decay, beta1, beta2, eps.
         l1: the decay's gradient is the sign of the weight (coupled decay only).
-        options: see :class:`StepOptions`.
 
     Example:
         >>> import torch
@@ -140,39 +160,28 @@ def optim_step_adam(
         >>> round(w[0].item(), 4), t.item()
         (0.9, 1.0)
     """
-    _check_names("optim_step_adam", options)
-    states = [list(tensors) for tensors in (exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else []))]
-    flags = Flags(maximize=maximize, l1=l1, amsgrad=amsgrad, decoupled=decoupled)
-    run_step(_arguments(ADAM, flags, params, grads, states, hyper, steps=steps, **options))
-
-
-def _check_names(operator: str, options: StepOptions) -> None:
-    for name in options.keys() - StepOptions.__annotations__.keys():
-        raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
-
-
-_LISTS = ("steps", "first", "group_index", "lrs", "lr_index", "maps", "map_index", "penalties")
-
-
-def _arguments(
-    rule: Rule,
-    flags: Flags,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: list[list[Tensor]],
-    hyper: Tensor,
-    ordinals: Sequence[int] | None = None,
-    **options: Any,
-) -> StepArgs:
-    """Return the arguments as the backends take them; a list that is missing or None is empty."""
-    lists: dict[str, Any] = {}
-    for name in _LISTS:
-        given = options.pop(name, None)
-        lists[name] = [] if given is None else list(given)
-    if ordinals is None:
-        ordinals = () if options.get("seed") is None else range(len(params))
-    lists |= {"params": list(params), "grads": list(grads), "ordinals": list(ordinals)}
-    return StepArgs(rule=rule, flags=flags, states=states, hyper=hyper.contiguous(), **lists, **options)
+    run_step(
+        StepArgs(
+            rule=ADAM,
+            flags=Flags(maximize=maximize, l1=l1, amsgrad=amsgrad, decoupled=decoupled),
+            params=list(params),
+            grads=list(grads),
+            states=[list(tensors) for tensors in (exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else []))],
+            steps=list(steps),
+            hyper=hyper.contiguous(),
+            group_index=[] if group_index is None else list(group_index),
+            lrs=list(lrs),
+            lr_index=list(lr_index),
+            maps=list(maps),
+            map_index=[] if map_index is None else list(map_index),
+            penalties=list(penalties),
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            ordinals=list(range(len(params)) if ordinals is None and seed is not None else ordinals or ()),
+            seed=seed,
+            rounding_step=rounding_step,
+        )
+    )
 
 
 def run_step(args: StepArgs) -> None:
