@@ -19,13 +19,16 @@ class Missing(pytest.Item):
 
 
 class Module(pytest.Module):
+    """A test module, which has one skipped test where a package is missing."""
+
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """Collect the module's tests."""
         try:
             return super().collect()
         except self.CollectError as error:
-            package = (getattr(error.__cause__, "name", None) or OURS[0]).partition(".")[0]
-            if not isinstance(error.__cause__, ModuleNotFoundError) or package in OURS:
+            cause = error.__cause__
+            package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+            if not package or package in OURS:
                 raise
             return [Missing.from_parent(self, name=package)]
 
