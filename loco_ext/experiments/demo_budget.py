@@ -82,7 +82,7 @@ def print_shrunk(record: Record) -> None:
             network["name"],
             f"{network['accuracy']:.1%}",
             *(f"{network[what]:,}" for what in ("macs", "parameters")),
-            f"{(network['latency'] or 0) * 1e3:.2f} ms",
+            f"{network['latency'] * 1e3:.2f} ms",
         ]
         for network in record["networks"]
     ]
