@@ -36,6 +36,8 @@ def entries_of(name: str, option: Any, params: Sequence[Tensor], check: Callable
     Raises:
         TypeError, ValueError: the list has another length, or ``check(name, entry)`` raises.
     """
+    if option is None:
+        return [None] * len(params)  # which may be lazy parameters, without a shape
     if not isinstance(option, list):
         check(name, option)
         return [option if looks_like_convolution(param) else None for param in params]
