@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from loco_ext.ops import LayerPenalty, StepPenalty
@@ -16,11 +17,16 @@ from loco_ext.penalties.folded import FoldedLayer
 _STORED_WHOLE = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
 
 
-def to_plain(penalty: Any) -> Any:
-    """Return a group's penalty as checkpoints store it, see :meth:`loco_ext.sparsity.Penalty.to_plain`."""
-    if isinstance(penalty, list):
-        return [to_plain(entry) for entry in penalty]
-    return None if penalty is None else penalty.to_plain()
+def to_plain(option: Any) -> Any:
+    """Return a group's locality or penalty as checkpoints store it, with numpy's numbers as Python's.
+
+    See :meth:`loco_ext.sparsity.Penalty.to_plain`.
+    """
+    if isinstance(option, Penalty):
+        option = option.to_plain()
+    if isinstance(option, list | tuple):
+        return type(option)(map(to_plain, option))
+    return option.item() if isinstance(option, np.generic) else option
 
 
 def from_plain(penalty: Any, present: Any = None) -> Any:
