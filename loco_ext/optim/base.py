@@ -353,7 +353,7 @@ class LocalityOptimizer(Optimizer):
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            group["penalty"] = to_plain(group["penalty"])
+            group["locality"], group["penalty"] = to_plain(group["locality"]), to_plain(group["penalty"])
         return state
 
     @compiler.disable

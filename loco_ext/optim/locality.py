@@ -36,6 +36,8 @@ def entries_of(name: str, option: Any, params: Sequence[Tensor], check: Callable
     Raises:
         TypeError, ValueError: the list has another length, or ``check(name, entry)`` raises.
     """
+    if option is None:
+        return [None] * len(params)  # which may be lazy parameters, without a shape
     if not isinstance(option, list):
         check(name, option)
         return [option if looks_like_convolution(param) else None for param in params]
@@ -83,7 +85,13 @@ def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | No
             shared[kernel, factors] = geometry.decay_map(kernel, factors)
         return shared[kernel, factors]
 
-    return [map_of(param, factors) for param, factors in zip(params, _entries(params, locality), strict=True)]
+    maps = []
+    for i, (param, factors) in enumerate(zip(params, _entries(params, locality), strict=True)):
+        try:
+            maps.append(map_of(param, factors))
+        except ValueError as error:
+            raise ValueError(f"locality of parameter {i}: {error}") from None
+    return maps
 
 
 def even_kernels(params: Sequence[Tensor], locality: Locality) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from loco_ext.ops import LayerPenalty, StepPenalty
@@ -13,14 +14,19 @@ from loco_ext.optim.locality import entries_of
 from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 from loco_ext.penalties.folded import FoldedLayer
 
-_STORED_WHOLE = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
+_KINDS: dict[str, type[Penalty]] = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
 
 
-def to_plain(penalty: Any) -> Any:
-    """Return a group's penalty as checkpoints store it, see :meth:`loco_ext.sparsity.Penalty.to_plain`."""
-    if isinstance(penalty, list):
-        return [to_plain(entry) for entry in penalty]
-    return None if penalty is None else penalty.to_plain()
+def to_plain(option: Any) -> Any:
+    """Return a group's locality or penalty as checkpoints store it, with numpy's numbers as Python's.
+
+    See :meth:`loco_ext.sparsity.Penalty.to_plain`.
+    """
+    if isinstance(option, Penalty):
+        option = option.to_plain()
+    if isinstance(option, list | tuple):
+        return type(option)(map(to_plain, option))
+    return option.item() if isinstance(option, np.generic) else option
 
 
 def from_plain(penalty: Any, present: Any = None) -> Any:
@@ -28,10 +34,10 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
 
     Args:
         penalty: the plain form, or already a penalty.
-        present: the group's penalty so far, which supplies the modules that a checkpoint does not hold.
+        present: the group's penalty so far, which supplies the class and the modules that a checkpoint does not hold.
 
     Raises:
-        ValueError: ``present`` has no penalty of the same kind in the place of one that needs modules.
+        ValueError: ``present`` has no penalty of the same kind in the place of one that needs it.
     """
     if not isinstance(penalty, list | tuple):
         return penalty
@@ -39,17 +45,17 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
         places = present if isinstance(present, list) and len(present) == len(penalty) else [None] * len(penalty)
         return [from_plain(entry, place) for entry, place in zip(penalty, places, strict=True)]
     name, *settings = penalty
-    if (kind := _STORED_WHOLE.get(name)) is not None:
-        names = [each.name for each in fields(kind)]
-        return kind(**dict(zip(names, settings, strict=True)))
-    if len(settings) != 1 or not name.endswith(Penalty.__name__):
-        return penalty
-    if not isinstance(present, Penalty) or type(present).__name__ != name or present._stored is None:
+    kind = type(present) if isinstance(present, Penalty) and type(present).__name__ == name else _KINDS.get(name)
+    if kind is None:
+        if not name.endswith(Penalty.__name__):
+            return penalty
         raise ValueError(
-            f"penalty: expected an optimizer with a {name} where the checkpoint has one, as that does not hold its "
-            f"modules, got {present!r}"
+            f"penalty: expected an optimizer with a {name} where the checkpoint has one, as that holds neither its "
+            f"class nor its modules, got {present!r}"
         )
-    return replace(present, **{present._stored: from_plain(settings[0])})
+    if kind._stored is not None:
+        return replace(present, **{kind._stored: from_plain(settings[0])})
+    return kind(**dict(zip([each.name for each in fields(kind)], settings, strict=True)))
 
 
 def step_penalties(

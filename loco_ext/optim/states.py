@@ -74,7 +74,7 @@ def restore_states(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
                     continue
                 if name == "step":
                     states[name] = _as_step(states[name])
-                elif value.shape == param.shape:
+                elif not is_lazy(param) and value.shape == param.shape:
                     dtype, now = state_dtype(param, group), states[name]
                     if now.dtype != dtype or now.stride() != param.stride():
                         states[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)

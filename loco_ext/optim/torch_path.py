@@ -51,7 +51,8 @@ def _decay(group: Group, param: Tensor, grad: Tensor, decay_map: Tensor | None, 
         if group.get("decoupled_weight_decay"):
             param.mul_(_like(1 - group["lr"] * group["weight_decay"] * scale, param))
             return grad
-        return grad + _like(group["weight_decay"] * scale, param) * (torch.sign(param) if l1 else param)
+        before = param.clone() if group["differentiable"] else param  # which the step then changes in place
+        return grad + _like(group["weight_decay"] * scale, param) * (torch.sign(param) if l1 else before)
 
 
 def _like(coefficient: Any, param: Tensor) -> Any:

@@ -15,6 +15,9 @@ from loco_ext.ops import LayerPenalty, StepPenalty
 class Penalty(ABC):
     """Base class of all penalties, frozen dataclasses that hold a penalty's settings.
 
+    A checkpoint holds the settings alone: an optimizer that loads those of a class of your own must have a penalty of
+    this class in the same place.
+
     Example:
         >>> from loco_ext import sparsity
         >>> isinstance(sparsity.RingPenalty(1e-3), sparsity.Penalty)

@@ -326,9 +326,9 @@ class _Readers(fx.Interpreter):
                 torch.zeros(len(filters), dtype=torch.float64, device="cpu"), [(layer, filters, filters)]
             )
         name = operation(node, self._modules)
-        if name == "cat":
-            tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0]
-            whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
+        tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0] if node.args else None
+        if name == "cat" and isinstance(tensors, list | tuple):  # it is one node if a function has returned a tuple
+            whole = _concatenated([self.channels[each] for each in tensors])
             sources = [whole] if len(whole) == value.shape[1] else sources  # else they join along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
         if not fitting or _hides_channels(node, name, value.dim()):
@@ -343,6 +343,9 @@ def _hides_channels(node: fx.Node, name: str, dims: int) -> bool:
     """Return whether channel i of the result may depend on others than channel i of what the node reads."""
     if name in _MIXES_CHANNELS or (name == "linear" and dims == 2):
         return True
+    if name == "getitem":  # slices that leave all channels leave their order
+        entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return any(isinstance(entry, list | fx.Node) for entry in entries)
     if name not in _MOVES_AXES:
         return False
     given: list[Any] = []
@@ -358,6 +361,7 @@ _MIXES_CHANNELS = frozenset(
     [
         *("conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d", "convtranspose3d", "matmul", "mm", "bmm"),
         *("einsum", "channelshuffle", "pixelshuffle", "pixelunshuffle", "sort", "cumsum", "softmax", "logsoftmax"),
+        *("indexselect", "gather", "takealongdim"),
     ]
 )
 _MOVES_AXES = frozenset(["transpose", "swapaxes", "swapdims", "movedim", "permute", "flip", "roll"])

@@ -64,6 +64,29 @@ def test_a_state_that_lost_a_part_is_no_new_one(name):
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_optimizer_of_lazy_parameters_loads_states_and_steps_as_torchs(name):
+    options = {"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+
+    def steps(optimizer):
+        for param in optimizer.param_groups[0]["params"]:
+            step_alone(optimizer, param)
+
+    sums = []
+    for package in (optim, torch.optim):
+        earlier = getattr(package, name)(nn.Linear(3, 2).parameters(), **options)
+        steps(earlier)
+        layer = nn.LazyLinear(2)
+        optimizer = getattr(package, name)(layer.parameters(), **options)
+        optimizer.load_state_dict(earlier.state_dict())
+        layer(torch.ones(1, 3))
+        for param in layer.parameters():
+            nn.init.ones_(param)
+        steps(optimizer)
+        sums.append(sum(param.sum() for param in layer.parameters()))
+    torch.testing.assert_close(*sums)
+
+
 @pytest.mark.parametrize("first", ["compiled", *CONTEXTS])
 def test_an_optimizer_made_anywhere_steps_as_any_other(first):
     options = {**MAP_AND_PENALTY, "locality": (0.5, 2.0 + len(first) / 16)}  # factors for which no map is cached yet

@@ -124,13 +124,14 @@ def test_with_gradients_it_is_torchs_step_with_the_map_put_in_by_hand(name, norm
 def test_differentiable_steps_carry_gradients_through_the_map(name, norm):
     # There is no momentum, because torch detaches its first gradient.
     options = {"lr": 0.1, "differentiable": True, **({} if name == "SGD" else {"eps": 0.1})}
-    own = {"weight_decay": 0.3, "locality": LOCALITY, "norm": norm}
+    own = {"locality": LOCALITY, "norm": norm}
     start = torch.randn(1, 1, 3, 3, dtype=torch.float64)
     grads = torch.randn(2, 1, 1, 3, 3, dtype=torch.float64)
+    decay = torch.tensor(0.3, dtype=torch.float64)
 
-    def two_steps(start, grads):
+    def two_steps(start, grads, decay):
         p = start.clone()
-        optimizer = getattr(optim, name)([p], **options, **own)
+        optimizer = getattr(optim, name)([p], **options, **own, weight_decay=decay)
         for grad in grads:
             p.grad = grad.clone()
             optimizer.step()
@@ -142,8 +143,8 @@ def test_differentiable_steps_carry_gradients_through_the_map(name, norm):
         plain.grad = grad.clone()
         decayed_by_hand(theirs, LOCALITY, 0.3, norm == "l1")
         theirs.step()
-    assert_close(two_steps(start, grads), plain, 2)
-    assert torch.autograd.gradcheck(two_steps, (start.requires_grad_(), grads.requires_grad_()))
+    assert_close(two_steps(start, grads, decay), plain, 2)
+    assert torch.autograd.gradcheck(two_steps, (start.requires_grad_(), grads.requires_grad_(), decay.requires_grad_()))
 
 
 def test_groups_may_mix_our_kernels_and_torchs_paths():

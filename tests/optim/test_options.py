@@ -79,7 +79,9 @@ def test_bad_options_name_themselves(name, option):
     for error, values in BAD[option].items():
         for value in values:
             late = not any(value is taken for taken in NOT_LATE)
-            assert_refused(name, {option: value}, error, rf"^({option}|factors)(\[.\])?: expected .* got ", late)
+            assert_refused(
+                name, {option: value}, error, rf"^{option}(\[.\]| of parameter .: factors)?: expected .* got ", late
+            )
 
 
 @pytest.mark.parametrize(("name", "options", "said"), TOGETHER, ids=str)

@@ -4,11 +4,12 @@ import copy
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from loco_ext import optim
+from loco_ext import optim, sparsity
 from tests.covering import covering
 from tests.optim.stepping import (
     CLASSES,
@@ -95,6 +96,10 @@ OPTIONS = {
     "foreach": ({"foreach": True, "locality": LOCALITY}, True),
     "reference": ({"fused": False, "stochastic_rounding": 2**40 + 1}, True),
     "brought along": (OWN, False),
+    "numbers of numpy": (
+        {"locality": (np.float64(0.5), np.float32(2)), "penalty": sparsity.RingPenalty(np.float64(0.1))},
+        True,
+    ),
 }
 
 

@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 import loco_ext
-from loco_ext import optim, sparsity
+from loco_ext import ops, optim, sparsity
 from tests.covering import covering
 from tests.optim.stepping import CLASSES, LAYOUTS, clones, set_gradients, through_a_file, train
 from tests.penalties.cases import (
@@ -205,6 +206,33 @@ def test_checkpoints_hold_penalties_and_need_no_code_to_load(penalty):
     train(optimizer, 1, start=1)
     train(other, 1, start=1)
     assert all(same_bits(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
+
+
+@dataclass(frozen=True)
+class Shrinkage(sparsity.Penalty):
+    strength: float
+    power: int = 1
+
+    def value(self, weight):
+        return self.strength * weight.double().abs().pow(self.power).sum()
+
+    def for_step(self, weight):
+        return ops.LayerPenalty(lambda w, step, metric: nn.functional.softshrink(w, step * self.strength))
+
+
+@dataclass(frozen=True)
+class ShrinkagePenalty(Shrinkage):
+    pass
+
+
+@cpu_only
+@pytest.mark.parametrize("kind", [Shrinkage, ShrinkagePenalty])
+def test_a_penalty_of_the_users_class_is_loaded_where_there_is_one(kind):
+    params = make_params()
+    optimizer = make("plain", params, kind(0.5))
+    other = make("plain", clones(params), kind(0.25, power=2))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert other.param_groups[0]["penalty"] == kind(0.5)
 
 
 @cpu_only

@@ -130,6 +130,10 @@ def between(operation):
         ("", lambda a, b: a.transpose(1, 2)),
         ("", lambda a, b: a.permute(0, 2, 1, 3)),
         ("", lambda a, b: torch.nn.functional.channel_shuffle(a, 2)),
+        ("", lambda a, b: torch.cat(a.chunk(2, 1), 1)),
+        ("", lambda a, b: a[:, [3, 2, 1, 0]]),
+        ("", lambda a, b: a.index_select(1, torch.arange(4))),
+        ("a", lambda a, b: a[:, :, 1:, ::2]),
         ("", lambda a, b: torch.nn.functional.conv2d(a, torch.ones(4, 4, 1, 1))),
     ],
 )
