@@ -25,11 +25,13 @@ struct Elements {
 
   template <int vectors, bool whole>
   static LOCO_HD void read(const Storage* at, int64_t count, Vec (&to)[vectors]) {
-    constexpr int kCount = vectors * A::kWidth;
-    Storage some[kCount] = {};
+    Storage some[kVectorBytes / sizeof(Storage)];
     if constexpr (!whole) {
-      for (int64_t i = 0; i < least(count, kCount); ++i) some[i] = at[i];
+      static_assert(vectors == 1);
+      copy_some(at, least(count, A::kWidth), some);
       at = some;
+      // Without this, GCC 12 would take the vector apart to convert its elements.
+      if constexpr (type == DType::bf16) asm("" : "+r"(at) : : "memory");
     }
     if constexpr (type == DType::bf16 && vectors == 2) {
       split_bf16(at, to);

@@ -70,6 +70,29 @@ LOCO_HD __m256 f16_to_vector(const uint16_t* at) {
 constexpr int kVectorBytes = 16, kMostVectors = 2;
 #endif
 
+// Write a vector whose first `count` elements are those at `from`, and the others zeros. Where there are masked loads
+// it is a single store, as a load of it waits until each of several stores has reached the cache.
+template <typename T>
+LOCO_HD void copy_some(const T* from, int64_t count, T* to) {
+#if defined(LOCO_AVX512) || defined(LOCO_AVX512_BF16)
+  const int64_t bytes = count * sizeof(T);
+  const __mmask64 mask = bytes < kVectorBytes ? (1ull << bytes) - 1 : ~0ull;
+  _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(mask, from));
+#else
+  constexpr int kCount = kVectorBytes / sizeof(T);
+#ifdef LOCO_AVX2
+  if constexpr (sizeof(T) >= 4) {
+    const __m256i words = _mm256_set1_epi32(static_cast<int>(count * sizeof(T) / 4));
+    const __m256i mask = _mm256_cmpgt_epi32(words, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i some = _mm256_maskload_epi32(reinterpret_cast<const int*>(from), mask);
+    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), some);
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = 0;
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+#endif
+}
+
 // Transposes squares by plain loops.
 struct PlainSquare {
   static constexpr int64_t kSize = 8;

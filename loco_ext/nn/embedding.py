@@ -14,8 +14,11 @@ from loco_ext.geometry import BlockPattern
 
 
 def weight_by_tap(weight: Tensor, groups: int) -> Tensor:
-    """Return the weight ``[C_out, C_in / groups, *kernel_size]`` by tap, see the module docstring."""
-    return weight.flatten(2).unflatten(0, (groups, -1)).permute(3, 0, 2, 1)
+    """Return the weight ``[C_out, C_in / groups, *kernel_size]`` by tap, see the module docstring.
+
+    It is a contiguous copy, which :func:`embed` puts into blocks several times as fast as a transposed view.
+    """
+    return weight.flatten(2).unflatten(0, (groups, -1)).permute(3, 0, 2, 1).contiguous()
 
 
 def kernel_weight(by_tap: Tensor, kernel_size: Sequence[int]) -> Tensor:
