@@ -38,6 +38,7 @@ CASES = {
         "--device hpu": "--device: expected",
         "--out file": "--out: expected a folder that can be written to, got 'file': File exists",
         "--out file/below": "--out: expected a folder",
+        "--out w": "--out: expected a folder without other results, got w, which has model.safetensors",
     },
     tuple(TRAIN): {
         "--model lenet": "--model: expected one of small, vgg13, mobilenet, resnet18",
