@@ -9,7 +9,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from copy import copy
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -131,7 +131,8 @@ def command(*settings: SettingsOptions, epilog: str | None = None) -> Callable[[
 
         def run(as_json: bool, silent: bool, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None or name not in names}
-            with quiet(silent):
+            # A network of the user's may print while it is built or trained; stdout is for the JSON alone.
+            with quiet(silent), redirect_stdout(sys.stderr) if as_json else nullcontext():
                 result = function(**given)
             if result is not None and as_json:
                 print(result.json())

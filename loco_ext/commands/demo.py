@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from loco_ext.commands import Device, Out, Result, command, make_writable, writing_to
+from loco_ext.folders import check_results
 from loco_ext.option_parsers import MOST
 from loco_ext.output import json_text
 
@@ -29,6 +30,7 @@ def run(
     """
     from loco_ext.experiments import demo
 
+    check_results(out, ("demo.json",))
     make_writable(out)
     settings = demo.DemoSettings(seed=seed, device=device, epochs=epochs)
     with writing_to(out):

@@ -25,7 +25,8 @@ def image_folder(folder: Path, size: int) -> tuple[Samples, Samples, tuple[str, 
 
     Returns:
         ``(train, test, classes)``: uint8 RGB images, [N, 3, size, size]; labels are indices into ``classes``, the
-        sorted names of the folders in ``train``.
+        sorted names of the folders in ``train``. The images are shuffled, always alike, so that the first ones, which
+        some measurements are limited to, are of all classes.
 
     Raises:
         DataError: a folder or file cannot be used; the message names it.
@@ -62,6 +63,8 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
             f"image_size: expected one at which {len(files)} images, padded and mirrored for crops and flips, fit into "
             f"{free / 1e9:.1f} GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
         )
+    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))
+    files = [files[place] for place in order.tolist()]
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     with progress_bar(len(files), f"reading {folder}", unit="image") as progress:
         for image, (path, _) in zip(images, files, strict=True):

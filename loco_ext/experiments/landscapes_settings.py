@@ -110,7 +110,7 @@ class LandscapesSettings:
         if self.training.pilcro is not None:
             raise SettingsError(f"pilcro: expected none but that of the arms, got {self.training.pilcro}")
         for arm in parsed:
-            self.training_of(arm, 0)
+            self.training_of(arm, self.seeds - 1)  # which has the largest seed
 
     def training_of(self, arm: Arm, number: int) -> Settings:
         """Return the training settings of the arm's network of that number, counted from 0."""

@@ -14,6 +14,7 @@ TRAIN = ["train", *DIGITS, "--preset", "quick", "--epochs", "1", "--out", "out"]
 FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--out", "out"]
 EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
 LANDSCAPES = ["landscapes", *DIGITS, "--epochs", "1", "--out", "out"]
+UNMEASURED = "--arms plain --corrupted-images 0 --ablated-images 0 --resampled-inputs 0"
 COMPACT = ["compact", "--out", "out"]
 SHRINK = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--out", "out"]
 DEMO = ["demo", "--out", "out"]
@@ -38,6 +39,7 @@ CASES = {
         "--device hpu": "--device: expected",
         "--out file": "--out: expected a folder that can be written to, got 'file': File exists",
         "--out file/below": "--out: expected a folder",
+        "--out w": "--out: expected a folder without other results, got w, which has model.safetensors",
     },
     tuple(TRAIN): {
         "--model lenet": "--model: expected one of small, vgg13, mobilenet, resnet18",
@@ -129,6 +131,7 @@ CASES = {
     tuple(LANDSCAPES): {
         "--arms lasso:1": "--arms: expected plain, or one of target, curvature, noise, decay with a number",
         "--arms plain,plain": "--arms: expected some, each once",
+        f"{UNMEASURED} --seeds 2 --seed {2**63 - 1}": f"--seed: expected at most {2**63 - 1}, got {2**63}",
         "--arms target:0": "alpha: expected more than 0 with pilcro target",
         "--model vgg13": "--model: vgg13 needs images of at least 32x32 pixels",
     },

@@ -93,14 +93,20 @@ def test_a_teacher_is_the_network_of_a_run_or_the_same_network(tmp_path, capsys)
         assert "--teacher: expected " in capsys.readouterr().err.replace("--distillation, ", "")
 
 
-def test_the_network_of_a_users_function_teaches_another_of_it(tmp_path, monkeypatch):
+def test_the_network_of_a_users_function_teaches_another_of_it(tmp_path, monkeypatch, capsys):
+    """What the function prints is not among the JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    code = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    code = "from torch import nn\ndef make():\n    print('made')\n"
+    code += "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     (tmp_path / "teachers_of_this_test.py").write_text(code)
     line = ["train", "--model", "teachers_of_this_test:make", *GOOD[3:], "--quiet"]
     assert main([*line, "--out", "first"]) == 0
-    assert main([*line, "--teacher", "first", "--out", "second"]) == 0
+    capsys.readouterr()
+    assert main([*line, "--teacher", "first", "--out", "second", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["epoch"] == 1
+    assert printed.err == "made\nmade\n"
 
 
 def test_a_run_that_goes_on_for_more_epochs_keeps_its_milestones(tmp_path):
