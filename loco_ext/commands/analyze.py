@@ -19,7 +19,8 @@ _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 @command()
 def run(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Weights: safetensors files, or torch files of weights only.")
+        list[Path],
+        typer.Argument(help="Weights: folders of trainings, safetensors files, or torch files of weights only."),
     ],
     *,
     out: Out = Path("runs/analysis"),
@@ -52,11 +53,12 @@ def run(
     from loco_ext.analysis.tables import locality_table, statistics_table
     from loco_ext.analysis.tap_figure import tap_figure
     from loco_ext.experiments.records import provenance
+    from loco_ext.experiments.run import WEIGHTS
     from loco_ext.foreign_checkpoints import read_checkpoint
 
     weights = []
     try:
-        models = {str(path): read_checkpoint(path) for path in checkpoints}
+        models = {str(path): read_checkpoint(path / WEIGHTS if path.is_dir() else path) for path in checkpoints}
         for name, model in models.items():
             try:
                 weights.append(conv_weights(model))

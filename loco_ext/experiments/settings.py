@@ -129,10 +129,7 @@ class Settings:
             help="Height and width to which the images of --dataset folder are resized and cropped.",
         ),
     ] = None
-    epochs: Annotated[
-        int,
-        count_option(help="Number of passes over the training samples. Milestones that are not given scale with it."),
-    ] = 250
+    epochs: Annotated[int, count_option(help="Number of passes over the training samples.")] = 250
     batch_size: Annotated[int, count_option(help="Number of samples per step, over all processes together.")] = 128
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer of the training.")] = "sgd"
     learning_rate: Annotated[float, Option("--lr", help="Learning rate in the first epoch.")] = 0.1
@@ -145,7 +142,10 @@ class Settings:
     milestones: Annotated[
         tuple[int, ...],
         list_option(
-            int, "EPOCHS", help="Epochs after which the learning rate falls, separated by commas, such as 70,140."
+            int,
+            "EPOCHS",
+            help="Epochs after which the learning rate falls, separated by commas, such as 70,140. Unless they are "
+            "given they scale with --epochs.",
         ),
     ] = (70, 140, 190, 230, 245)
     factor: Annotated[float, Option(help="Factor by which the learning rate is multiplied after each milestone.")] = (

@@ -130,16 +130,19 @@ def test_layers_left_uniform_are_said(tmp_path, capsys):
 def test_train_takes_what_analyze_has_written(tmp_path, capsys):
     train = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1"]
     assert main([*train, "--out", str(tmp_path / "first")]) == 0
-    weights = str(tmp_path / "first" / "model.safetensors")
-    assert main(["analyze", weights, "--stat", "rms", "--out", str(tmp_path)]) == 0
-    analysis = tmp_path / "analysis.json"
+    folder, analysis = tmp_path / "first", tmp_path / "analysis.json"
+    found = []
+    for weights in (folder, folder / "model.safetensors"):
+        assert main(["analyze", str(weights), "--stat", "rms", "--out", str(tmp_path)]) == 0
+        found.append(json.loads(analysis.read_text())["locality"])
+    assert found[0] == found[1]
     assert main([*train, "--out", str(tmp_path / "second"), "--locality", str(analysis)]) == 0
     settings = json.loads((tmp_path / "second" / "settings.json").read_text())["settings"]
-    assert settings["locality"] == json.loads(analysis.read_text())["locality"]
+    assert settings["locality"] == found[0]
     assert len(settings["locality"]) == 3
     # The run's own checkpoint has optimizer states beside the weights; the kernels are those of the weights.
-    found = read_checkpoint(tmp_path / "second" / "checkpoint.pt")
-    assert {name for name in found if found[name].dim() == 4} == {f"{layer}.weight" for layer in settings["locality"]}
+    state = read_checkpoint(tmp_path / "second" / "checkpoint.pt")
+    assert {name for name in state if state[name].dim() == 4} == {f"{layer}.weight" for layer in settings["locality"]}
 
 
 class Malicious:
