@@ -71,7 +71,7 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("train", "not given scale with it. [default: paper: 250; quick: 8] [1<=x<=1000000]"),
+        ("train", "over the training samples. [default: paper: 250; quick: 8] [1<=x<=1000000]"),
         ("train", "effect on a filter's length. [default: on for the penalties rings and kernels, otherwise off]"),
         ("landscapes", "their seeds begin at --seed. [default: paper: 1; short: 3]"),
         ("compact", "[default: yes]"),
