@@ -69,7 +69,7 @@ def pre_activations(model: nn.Sequential, x: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def ours(model: nn.Module, x: Tensor) -> Tensor:
     """Return the norms of the gradients of all units, ``[N, units]``."""
-    around = frozen.Frozen(frozen.FrozenNetwork(model), x)
+    around = frozen.Frozen(frozen.FrozenNetwork(model, x), x)
     probes = gradient_norms.choose_probes(around, 2)
     norms = gradient_norms.gradient_norms(around, probes, 2, probes.count, x)
     return torch.cat([part.expand(len(x), -1) for part in norms.values()], 1)
@@ -166,11 +166,11 @@ def measure_gram(batch: int, threads: int, effort: harness.Effort) -> dict[str, 
 
 def count_probes() -> list[dict[str, Any]]:
     """Return how many directions find all gradients of stacks of 3x3 convolutions, beside the size of an image."""
-    records = []
+    records, x = [], torch.zeros(1, *IMAGE)
     for layers in (1, 2, 3, 4):
         channels = [IMAGE[0], *[8] * layers]
         stack = [layer for a, b in itertools.pairwise(channels) for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU())]
-        around = frozen.Frozen(frozen.FrozenNetwork(nn.Sequential(*stack)), torch.zeros(1, *IMAGE))
+        around = frozen.Frozen(frozen.FrozenNetwork(nn.Sequential(*stack), x), x)
         probes = gradient_norms.choose_probes(around, 2)
         records.append({"layers": layers, "field": probes.extents, "probes": probes.count, "inputs": math.prod(IMAGE)})
     return records

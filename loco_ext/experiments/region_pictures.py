@@ -83,7 +83,7 @@ def draw_regions(axes: Axes, model: nn.Module, name: str) -> None:
     line = torch.linspace(-1.1, 1.1, PIXELS)
     plane = torch.cartesian_prod(line, line)[:, [1, 0]]  # rows of the picture are the second coordinate
     with torch.no_grad():
-        patterns = region_patterns(FrozenNetwork(model), plane)
+        patterns = region_patterns(FrozenNetwork(model, plane), plane)
         side = (model(plane)[:, 1] - model(plane)[:, 0]).view(PIXELS, PIXELS)
     _, numbers = np.unique(np.array(patterns, dtype=object), return_inverse=True)
     colors = np.random.default_rng(0).uniform(0.55, 1, (numbers.max() + 1, 3))

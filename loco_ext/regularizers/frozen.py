@@ -10,6 +10,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class FrozenNetwork:
         NotPiecewiseLinearError: the model cannot be traced, or has an operation that is not supported.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
         model = unwrapped(model)
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
@@ -61,7 +62,7 @@ class FrozenNetwork:
         try:
             # Compiled parts of it run eagerly.
             with torch.random.fork_rng(devices), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-                self.graph = trace(model, _is_leaf, _defaults(model))
+                self.graph = trace(model, _is_leaf, _defaults(model), (x,))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error
@@ -83,6 +84,10 @@ class FrozenNetwork:
             name = _name(node)
             self.bending_operations.append(BendingOperation(node, name, names[name]))
             names[name] += 1
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """Return those of ``nodes`` that read a node."""
+        return [user for user in node.users if user in self.bending or user in self.affine]
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
         bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)
@@ -157,10 +162,10 @@ def _defaults(model: nn.Module) -> dict[str, Any]:
 
 
 def _depending(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes whose results depend on the numbers in the input, beyond its shape, except the output."""
+    """Yield the nodes whose results depend on the numbers in the input, beyond its shape, except the model's result."""
     found = {first}
     for node in graph.nodes:
-        if node.op == "output" or found.isdisjoint(node.all_input_nodes):
+        if node.op == "output" or is_dataclass(node.target) or found.isdisjoint(node.all_input_nodes):
             continue
         of_shape = node.op == "call_method" and node.target in _SIZES
         if not of_shape and not (node.target is getattr and node.args[1] in _SHAPES):

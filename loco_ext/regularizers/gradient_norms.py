@@ -101,8 +101,8 @@ def _ends_first(length: int, chunk: int, device: torch.device) -> Iterator[Tenso
 def first_linear(frozen: Frozen) -> fx.Node | None:
     """Return the linear layer of vectors that everything else depends on the input through; None if there is none."""
     network, node = frozen.network, frozen.network.input
-    while len(node.users) == 1:
-        (user,) = node.users
+    while len(readers := network.readers(node)) == 1:
+        (user,) = readers
         name = operation(user, network.modules)
         if name == "linear" and len(frozen.shapes[node]) == 1:
             return user
@@ -185,8 +185,8 @@ def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: T
 
 def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:
     """Return the ReLU that all results of a layer go through; None if they go elsewhere."""
-    (user, *others) = layer.users
-    return user if not others and operation(user, frozen.network.modules) == "relu" else None
+    readers = frozen.network.readers(layer)
+    return readers[0] if len(readers) == 1 and operation(readers[0], frozen.network.modules) == "relu" else None
 
 
 def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:

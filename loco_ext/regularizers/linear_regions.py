@@ -234,7 +234,7 @@ def checked_network(model: Any, x: Any) -> FrozenNetwork:
         if parameter.is_floating_point() and parameter.dtype != x.dtype:
             raise TypeError(f"x: expected {parameter.dtype}, as {name} of the model has it, got {x.dtype}")
     with ieee_arithmetic(x.device):  # the trace computes what depends on buffers alone
-        return FrozenNetwork(model)
+        return FrozenNetwork(model, x)
 
 
 def _chunks(network: FrozenNetwork, x: Tensor, q: float, memory_limit: int) -> Iterator[tuple[Frozen, Probes, int]]:

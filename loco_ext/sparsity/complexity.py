@@ -85,7 +85,7 @@ def complexity_penalties(
     check_plain(model)
     rings = RingPenalty(strength, power=2, **settings)
     with evaluating(model), torch.no_grad():
-        readers = _Readers(trace(model))
+        readers = _Readers(trace(model, example_inputs=inputs))
         readers.run(*inputs)
     network = CountedNetwork(readers.layers, readers.calls)
     return {name: ComplexityPenalty(rings, network, name) for name in network.layers}

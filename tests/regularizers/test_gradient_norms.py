@@ -19,7 +19,7 @@ def around(name, samples=2):
     """Return the network around some samples, the samples, and the model."""
     model, shape = piecewise.networks()[name]
     x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return frozen.Frozen(frozen.FrozenNetwork(model), x), x, model
+    return frozen.Frozen(frozen.FrozenNetwork(model, x), x), x, model
 
 
 def norms(network, probes, q, chunk, x):
@@ -63,7 +63,7 @@ def test_routes_are_chosen_by_architecture():
 
 def assert_exact_in_float32(model, x, chunk):
     """Assert that the Gram recursion finds the norms in float32, by chunks of directions."""
-    network = frozen.Frozen(frozen.FrozenNetwork(model), x)
+    network = frozen.Frozen(frozen.FrozenNetwork(model, x), x)
     probes = gradient_norms.choose_probes(network, 2)
     assert probes.extents is None
     found = torch.cat(norms(network, probes, 2, chunk, x), 1).double()
@@ -109,7 +109,7 @@ def test_a_weight_that_changes_between_calls_counts_as_it_is():
 
 def test_nothing_is_kept_of_a_weight_that_is_gone():
     model, x = nn.Sequential(*piecewise.mlp(40, 24, 24)), torch.randn(3, 40)
-    network = frozen.Frozen(frozen.FrozenNetwork(model), x)
+    network = frozen.Frozen(frozen.FrozenNetwork(model, x), x)
     probes = gradient_norms.choose_probes(network, 2)
     gc.collect()
     before = len(gradient_norms._GRAMS)
@@ -133,6 +133,7 @@ def test_nothing_is_kept_of_a_weight_that_is_gone():
     ids=range(6),
 )
 def test_receptive_extents(layers, extents):
-    network = frozen.Frozen(frozen.FrozenNetwork(nn.Sequential(*layers)), torch.randn(1, 3, 16, 16))
+    x = torch.randn(1, 3, 16, 16)
+    network = frozen.Frozen(frozen.FrozenNetwork(nn.Sequential(*layers), x), x)
     assert gradient_norms.receptive_extents(network) == extents
     assert gradient_norms.receptive_extents(network, memory_limit=100_000) == extents

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def dual_step(gradient, p):
 def test_no_point_inside_the_radius_is_in_another_region(name, p):
     """Random points near the boundary are in the same region, and the nearest unit's step leads out of it."""
     model, x = network(name, samples=4, seed=1)
-    graph = regularizers.linear_regions.FrozenNetwork(model)
+    graph = regularizers.linear_regions.FrozenNetwork(model, x)
     radii = regularizers.region_radius(model, x, p)
     generator = torch.Generator().manual_seed(1)
     for sample, radius, here in zip(x, radii, region_patterns(graph, x), strict=True):
@@ -324,6 +325,21 @@ def test_indices_behind_an_ellipsis_may_name_all_axes(function):
     features = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).expand(3, 4)
     expected = function(features).flatten(1).amin(1)
     assert torch.equal(regularizers.region_radius(Mixing(function), features, 2), expected)
+
+
+@dataclass
+class Output(dict):
+    """A result as transformers has them."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        self["logits"] = self.logits
+
+
+def test_a_result_may_be_a_dataclass():
+    x = torch.randn(3, 4)
+    assert torch.equal(regularizers.region_radius(Mixing(lambda x: Output(x.relu())), x, 2), x.abs().amin(1))
 
 
 @pytest.mark.parametrize("name", REFUSED)
