@@ -232,8 +232,13 @@ def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
 
 
 def _whole(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
-    """Return the model with all channels and taps, as a graph."""
-    return _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
+    """Return the model with all channels and taps, as a graph.
+
+    A model that has graphs itself stays as it is: they may call ``mixed_conv2d``, which the new graph would not.
+    """
+    whole = _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
+    has_graphs = any(isinstance(module, fx.GraphModule) for module in dense.modules())
+    return Candidate(dense, whole.report) if has_graphs else whole
 
 
 def _cropped(dense: nn.Module, inputs: Sequence[Any], why: str, choose: Choose) -> Candidate:
