@@ -8,11 +8,12 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
+from loco_ext.sparsity.compaction.rewrite import Rewriter
 from tests.compaction.cases import Network, Residual, Two, compacted, conv, random_case, same, sizes_of, strike
 from tests.covering import covering, slow
 
@@ -250,6 +251,21 @@ def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
     twice = Network(function, layer=nn.Conv2d(4, 4, 3, padding=1))
     model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), twice, Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
     compacted(model, torch.randn(2, 3, 5, 5).double())
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_networks_are_built_until_one_is_right(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    build, built = Rewriter.build, list[nn.Module]()
+
+    def first_ones_are_wrong(self: Rewriter) -> nn.Module:
+        built.append(build(self) if len(built) >= wrong else fx.symbolic_trace(nn.Flatten()))
+        return built[-1]
+
+    monkeypatch.setattr(Rewriter, "build", first_ones_are_wrong)
+    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), Residual(nn.Conv2d(4, 4, 3, padding=1))), 6).double()
+    network, _ = compacted(model, torch.randn(2, 3, 5, 5).double())
+    assert network is built[-1]
+    assert len(built) == wrong + 1
 
 
 def test_former_names_work_with_a_warning() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from loco_ext import sparsity
 from loco_ext.ops import backends, mixed_conv2d
@@ -226,6 +226,23 @@ def test_compaction_again_removes_what_has_died_since() -> None:
     weight = next(layer.weight for name, layer in again.named_modules() if name.startswith("3"))
     assert weight.shape[1] == 10
     assert {tuple(layer.kernel_size) for layer in again.modules() if isinstance(layer, nn.Conv2d)} >= {(3, 4), (5, 5)}
+
+
+@pytest.mark.usefixtures("always_mixed")
+@pytest.mark.parametrize("part_of_another", [False, True])
+def test_compaction_again_is_the_network_itself_if_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, part_of_another: bool
+) -> None:
+    x = torch.randn(2, 3, 9, 9)
+    network, report = sparsity.compact(network_of_sizes(), x)
+    model = nn.Sequential(network) if part_of_another else network
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 + i for i in range(len(calls))])
+    again, its_report = sparsity.compact(model, x)
+    assert "stays as it is" in its_report.notes["model"]
+    assert sum(len(calls(module)) for module in again.modules() if isinstance(module, fx.GraphModule)) == 2
+    assert torch.equal(again(x), network(x))
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert its_report.macs_executed == report.macs_executed
 
 
 @pytest.mark.usefixtures("later_is_faster")

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -129,7 +129,8 @@ def compacted(
     except UntraceableError as error:
         why = str(error).replace("model: expected one that torch.fx can trace, got", "torch.fx cannot trace it:")
         crop = partial(_cropped, dense, inputs, why)
-        smaller, unchanged = [crop(choose)], partial(crop, costs.as_it_is)
+        smaller: Iterable[Candidate] = [crop(choose)]
+        unchanged = partial(crop, costs.as_it_is)
     else:
         if fold_norms:
             fold(graph)
@@ -196,14 +197,13 @@ def _scattered(channels: Channels, choose: Choose) -> list[Candidate]:
     return [_of_graph(analyse(channels.graph, scatter, channels.fixed_size), choose)] if scatter else []
 
 
-def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Candidate]:
-    """Return smaller networks, the one with the fewest MACs first."""
+def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> Iterator[Candidate]:
+    """Yield smaller networks, the one with the fewest MACs first."""
     narrow = without_constant_channels(graph, example.inputs)
-    found = []
     for each in [graph] if narrow is None else [narrow, graph]:
         channels = analyse(each, fixed_size=fixed_size)
-        found += [*_scattered(channels, choose), _of_graph(channels, choose)]
-    return found
+        yield from _scattered(channels, choose)
+        yield _of_graph(channels, choose)
 
 
 def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Candidate]:
@@ -232,8 +232,13 @@ def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
 
 
 def _whole(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
-    """Return the model with all channels and taps, as a graph."""
-    return _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
+    """Return the model with all channels and taps, as a graph.
+
+    A model that has graphs itself stays as it is: they may call ``mixed_conv2d``, which the new graph would not.
+    """
+    whole = _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
+    has_graphs = any(isinstance(module, fx.GraphModule) for module in dense.modules())
+    return Candidate(dense, whole.report) if has_graphs else whole
 
 
 def _cropped(dense: nn.Module, inputs: Sequence[Any], why: str, choose: Choose) -> Candidate:
@@ -242,7 +247,7 @@ def _cropped(dense: nn.Module, inputs: Sequence[Any], why: str, choose: Choose) 
 
 
 def _select(
-    smaller: Sequence[Candidate],
+    smaller: Iterable[Candidate],
     unchanged: Callable[[], Candidate],
     example: Pair,
     others: Sequence[Pair],
@@ -253,9 +258,13 @@ def _select(
     The network was selected as the fastest of several, partly by chance, so it and the model are timed again.
     """
     dense = example.model
-    able = [each for each in smaller if is_right(each.network, [example])]
-    right = next((each for each in able if is_right(each.network, others)), None)
-    why = f"the outputs of a smaller network would differ on {'inputs of other sizes' if able else 'the example'}"
+    right, why = None, "the outputs of a smaller network would differ on the example"
+    for each in smaller:
+        if is_right(each.network, [example]):
+            why = "the outputs of a smaller network would differ on inputs of other sizes"
+            if is_right(each.network, others):
+                right = each
+                break
     before = after = None
     if right is not None and measured:
         before, after = _latencies([dense, right.network], example.inputs, costs.A_LOOK)
