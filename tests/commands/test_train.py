@@ -94,7 +94,7 @@ def test_a_teacher_is_the_network_of_a_run_or_the_same_network(tmp_path, capsys)
 
 
 def test_the_network_of_a_users_function_teaches_another_of_it(tmp_path, monkeypatch, capsys):
-    """What the function prints is not among the JSON."""
+    """The JSON does not contain what the function prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     code = "from torch import nn\ndef make():\n    print('made')\n"
