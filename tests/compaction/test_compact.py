@@ -216,7 +216,9 @@ def test_wrappers_are_taken_off() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0).double().eval()
     x = torch.randn(2, 3, 8, 8).double()
     expected = sum(p.numel() for p in compacted(model, x)[0].parameters())
-    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager"), AveragedModel(model)):
+    wrappers = nn.DataParallel(model), torch.compile(model, backend="eager"), AveragedModel(model)
+    x = x.to(next(model.parameters()).device)  # to which DataParallel moves the model
+    for wrapped in wrappers:
         assert sum(p.numel() for p in compacted(wrapped, x)[0].parameters()) == expected
 
 

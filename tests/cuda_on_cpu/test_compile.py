@@ -75,7 +75,12 @@ ptxas info    : Compile time = 8.000 ms
 
 def test_a_report_is_parsed_and_every_overrun_told():
     (usage,) = ptxas.parse(REPORT)
-    assert usage.kernel in ("step<float>(Row<float>*)", "_ZN4loco12_GLOBAL__N_14stepIfEEvPNS_3RowIT_EE")
+    names = (
+        "step<float>(Row<float>*)",
+        "<unnamed>::step<float>(Row<T1> *)",
+        "_ZN4loco12_GLOBAL__N_14stepIfEEvPNS_3RowIT_EE",
+    )
+    assert usage.kernel in names
     assert usage == ptxas.Usage(usage.kernel, "sm_90", 42, 20, 16, 256)
     exact = dict(zip(ptxas.KEYS, (42, 20, 16, 256), strict=True))
     assert ptxas.complaints([usage], {"step": exact, "other": dict.fromkeys(ptxas.KEYS, 0)}) == []
@@ -221,7 +226,7 @@ SASS = """
 
 def test_the_shortest_pass_of_a_loop_calls_nothing():
     ((name, kernel),) = sass.parse(SASS).items()
-    assert name in ("step(float*)", "_Z4stepPf")
+    assert name in ("step(float*)", "step(float *)", "_Z4stepPf")
     assert kernel.loop() == range(1, 11)
     assert kernel.shortest_pass() == 5
     assert kernel.innermost_loops() == [range(1, 11)]
@@ -313,7 +318,7 @@ $L__BB0_1:
 
 def test_ptx_is_parsed():
     ((kernel, instructions),) = ptx.parse(PTX).items()
-    assert kernel in ("step(float*)", "_Z4stepPf")
+    assert kernel in ("step(float*)", "step(float *)", "_Z4stepPf")
     loads, arithmetic = ["ld.param.u64", "ld.v4.f32", "ld.global.nc.v2.f64"], ["div.full.f32", "mul.f32", "fma.rn.f32"]
     assert instructions == [*loads, *arithmetic, "bra", "st.global.v4.f32", "call.uni", "ret"]
     assert (ptx.wide(instructions, "ld"), ptx.wide(instructions, "st")) == (1, 1)

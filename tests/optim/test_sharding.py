@@ -181,8 +181,9 @@ def single_run(name, steps=STEPS):
 
 
 def shard_model(model):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in (model[0], model[2], model):
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
     return model
 
 
