@@ -88,7 +88,8 @@ CAPABILITY_SOURCES = {
     "block_sparse/transpose.cpp": ("AVX2", "AVX512"),
     "block_sparse/value_gradient.cpp": ("AVX2", "AVX512", "AVX512_BF16"),
     "mixed_conv/convolve.cpp": ("AVX2", "AVX512"),
-    "optim_step/blocks.cpp": ("AVX2", "AVX512"),
+    "optim_step/blocks.cpp": ("AVX2",),
+    "optim_step/random.cpp": ("AVX2", "AVX512"),
     "ring_prox/rows.cpp": ("AVX2", "AVX512"),
 }
 # The files that compile them for these instruction sets: relative path and contents.

@@ -79,11 +79,11 @@ struct TransposeKernels {
   Range<Transpose> of[4];
 };
 
-LOCO_TABLE(ProductKernels, products)
-LOCO_TABLE(ProductKernels, depthwise_products)  // blocks of one element
-LOCO_TABLE(GradientKernels, value_gradients)
-LOCO_TABLE(GradientKernels, depthwise_value_gradients)
-LOCO_TABLE(TransposeKernels, transposes)
+LOCO_TABLE(avx512, ProductKernels, products)
+LOCO_TABLE(avx512, ProductKernels, depthwise_products)  // blocks of one element
+LOCO_TABLE(avx512, GradientKernels, value_gradients)
+LOCO_TABLE(avx512, GradientKernels, depthwise_value_gradients)
+LOCO_TABLE(avx512, TransposeKernels, transposes)
 
 #ifdef LOCO_ALL_CAPABILITIES
 namespace avx512_bf16 {  // these tables have only bfloat16

@@ -60,9 +60,9 @@ bool use_capability(const char* name);
 }  // namespace loco
 
 // Declares `extern const Table name` in the namespace of each instruction set, and a function name() that returns the
-// table of the one in use.
+// table of the one in use. widest: the last of avx2 and avx512 that the source is compiled for.
 #ifdef LOCO_ALL_CAPABILITIES
-#define LOCO_TABLE(Table, name)                                                                         \
+#define LOCO_TABLE(widest, Table, name)                                                                 \
   namespace portable {                                                                                  \
   extern const Table name;                                                                              \
   }                                                                                                     \
@@ -73,25 +73,25 @@ bool use_capability(const char* name);
   extern const Table name;                                                                              \
   }                                                                                                     \
   inline const Table& name() {                                                                          \
-    static constexpr const Table* all[] = {&portable::name, &avx2::name, &avx512::name, &avx512::name}; \
+    static constexpr const Table* all[] = {&portable::name, &avx2::name, &widest::name, &widest::name}; \
     return *all[capability()];                                                                          \
   }
 #else
-#define LOCO_TABLE(Table, name) \
-  namespace portable {          \
-  extern const Table name;      \
-  }                             \
+#define LOCO_TABLE(widest, Table, name) \
+  namespace portable {                  \
+  extern const Table name;              \
+  }                                     \
   inline const Table& name() { return portable::name; }
 #endif
 
 // Likewise for the tables float_name and double_name of types Table<float> and Table<double>, and a function name<T>().
-#define LOCO_TABLES(Table, name)              \
-  LOCO_TABLE(Table<float>, float_##name)      \
-  LOCO_TABLE(Table<double>, double_##name)    \
-  template <typename T>                       \
-  const Table<T>& name() {                    \
-    if constexpr (sizeof(T) == sizeof(float)) \
-      return float_##name();                  \
-    else                                      \
-      return double_##name();                 \
+#define LOCO_TABLES(widest, Table, name)           \
+  LOCO_TABLE(widest, Table<float>, float_##name)   \
+  LOCO_TABLE(widest, Table<double>, double_##name) \
+  template <typename T>                            \
+  const Table<T>& name() {                         \
+    if constexpr (sizeof(T) == sizeof(float))      \
+      return float_##name();                       \
+    else                                           \
+      return double_##name();                      \
   }

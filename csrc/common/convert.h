@@ -16,7 +16,7 @@ struct Conversions {
   void (*store)(DType dtype, const T* from, void* to, int64_t count);
 };
 
-LOCO_TABLES(Conversions, conversions)
+LOCO_TABLES(avx512, Conversions, conversions)
 
 template <typename T>
 void load(DType dtype, const void* from, T* to, int64_t count) {

@@ -98,12 +98,14 @@ inline void check_storage(TensorRef tensor, int64_t ndim, const int64_t* sizes, 
              " bytes of storage, got ", bytes, ": it has been freed or made smaller");
 }
 
-// Returns a view of the tensor; throws unless it is on the expected device, of one of the four element types, and
-// inside its storage. Errors name the tensor by list and index: "grads[3]". For layouts without strides or memory of
-// their own (sparse, mkldnn), torch itself throws when asked for these.
+// Returns a view of the tensor; throws unless it is strided (not sparse, say), on the expected device, of one of the
+// four element types, and inside its storage. Errors name the tensor by list and index: "grads[3]".
 inline View view_of(TensorRef tensor, const char* list, size_t index, const DeviceId& expected = DeviceId::cpu()) {
+  static const int32_t strided = aoti_torch_layout_strided();
   const AtenTensorHandle handle = tensor.handle;
-  int32_t code = 0;
+  int32_t code = 0, layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+  LOCO_CHECK(layout == strided, list, "[", index, "]: expected a strided tensor, got one of another layout");
   const DeviceId device = device_of(tensor);
   LOCO_CHECK(device.type == expected.type && device.index == expected.index, list, "[", index,
              "]: expected a tensor on ", device_text(expected), ", got one on ", device_text(device));

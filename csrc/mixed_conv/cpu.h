@@ -49,7 +49,7 @@ struct ConvolutionKernels {
   } of[2];                                                               // indexed by DType: float64, float32
 };
 
-LOCO_TABLE(ConvolutionKernels, convolutions)
+LOCO_TABLE(avx512, ConvolutionKernels, convolutions)
 
 // Return memory of at least `bytes`, aligned to a cache line, which the thread keeps for its next call.
 void* scratch(int64_t bytes);

@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#define LOCO_RESTRICT __restrict__
-
 namespace loco::optim_step {
 LOCO_KERNELS_BEGIN
 
@@ -71,8 +69,11 @@ LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t b
   const T* g = block.g;
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
-    T largest = amsgrad ? v_max[i] : T(0);
-    const T denominator = adam(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, AdamFlags{decay, amsgrad}, s);
+    // The compiler does not know that the arrays are apart: it would read again what a reference to them has written.
+    T weight = w[i], first = m[i], second = v[i], largest = amsgrad ? v_max[i] : T(0);
+    const T coefficient = table ? c[i] : uniform;
+    const T denominator = adam(weight, g[i], first, second, largest, coefficient, AdamFlags{decay, amsgrad}, s);
+    w[i] = weight, m[i] = first, v[i] = second;
     if constexpr (metric) denominators[i] = denominator;
     if constexpr (amsgrad) v_max[i] = largest;
   }
@@ -108,25 +109,8 @@ void add_product(T* g, int64_t count, T factor, const T* w) {
   for (int64_t i = 0; i < count; ++i) g[i] += factor * w[i];
 }
 
-static void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
-  const PhiloxKey k = key;
-  uint32_t *LOCO_RESTRICT w0 = words[0], *LOCO_RESTRICT w1 = words[1];
-  uint32_t *LOCO_RESTRICT w2 = words[2], *LOCO_RESTRICT w3 = words[3];
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t out[4];
-    philox(k, static_cast<uint64_t>(elements[i]), out);
-    w0[i] = out[0], w1[i] = out[1], w2[i] = out[2], w3[i] = out[3];
-  }
-}
-
-static void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LOCO_RESTRICT random,
-                             uint16_t* LOCO_RESTRICT to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16_stochastic(from[i], random[i]);
-}
-
 const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate, add_product};
 const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate, add_product};
-const RandomKernels random_kernels = {random_words, store_stochastic};
 
 LOCO_KERNELS_END
 }  // namespace loco::optim_step

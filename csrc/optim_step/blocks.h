@@ -33,16 +33,7 @@ struct BlockKernels {
   void (*add_product)(T* g, int64_t count, T factor, const T* w);  // g = g + factor w
 };
 
-struct RandomKernels {
-  // Writes four random words per element, one to each array of `words` (each [count]). elements: [count], the elements'
-  // logical indices.
-  void (*random_words)(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]);
-  // Rounds floats to bfloat16 stochastically. from, random, to: [count], contiguous.
-  void (*store_stochastic)(const float* from, const uint32_t* random, uint16_t* to, int64_t count);
-};
-
-LOCO_TABLES(BlockKernels, blocks)
-LOCO_TABLE(RandomKernels, random_kernels)
+LOCO_TABLES(avx2, BlockKernels, blocks)  // wider vectors are no faster: a step waits for memory or for divisions
 
 template <typename T>
 void update(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {

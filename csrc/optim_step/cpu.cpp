@@ -17,6 +17,7 @@
 #include "common/staging.h"
 #include "optim_step/blocks.h"
 #include "optim_step/decay_table.h"
+#include "optim_step/random.h"
 #include "ring_prox/filter_solver.h"
 
 namespace loco::optim_step {

@@ -58,6 +58,6 @@ struct RowKernels {
   void (*clip)(const T* u, int64_t count, T cap, T* out);
 };
 
-LOCO_TABLES(RowKernels, rows)
+LOCO_TABLES(avx512, RowKernels, rows)
 
 }  // namespace loco::ring_prox

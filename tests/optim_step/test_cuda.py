@@ -12,7 +12,8 @@ from tests.cuda_on_cpu import build
 pytestmark = pytest.mark.slow  # the CPU's steps and the GPU's take a minute to compile with sanitizers
 
 SOURCES = [
-    *(f"optim_step/{name}" for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")),
+    *(f"optim_step/{name}" for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp")),
+    *(f"optim_step/{name}" for name in ("cpu.cpp", "blocks.cpp", "random.cpp")),
     *("common/convert.cpp", "common/cuda_upload.cu"),
     *("ring_prox/gpu_table.cpp", "ring_prox/rows.cpp"),
 ]

@@ -1,0 +1,28 @@
+// The random bits of stochastic rounding, and the rounding, for many elements (for one: math.h).
+#include "optim_step/random.h"
+
+#define LOCO_RESTRICT __restrict__
+
+namespace loco::optim_step {
+LOCO_KERNELS_BEGIN
+
+static void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
+  const PhiloxKey k = key;
+  uint32_t *LOCO_RESTRICT w0 = words[0], *LOCO_RESTRICT w1 = words[1];
+  uint32_t *LOCO_RESTRICT w2 = words[2], *LOCO_RESTRICT w3 = words[3];
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t out[4];
+    philox(k, static_cast<uint64_t>(elements[i]), out);
+    w0[i] = out[0], w1[i] = out[1], w2[i] = out[2], w3[i] = out[3];
+  }
+}
+
+static void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LOCO_RESTRICT random,
+                             uint16_t* LOCO_RESTRICT to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16_stochastic(from[i], random[i]);
+}
+
+const RandomKernels random_kernels = {random_words, store_stochastic};
+
+LOCO_KERNELS_END
+}  // namespace loco::optim_step
