@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_module
 from loco_ext.geometry import BlockPattern
+from loco_ext.nn.block_norms import block_norms, parts_of
 from loco_ext.nn.embedding import embed, project
 
 
@@ -71,20 +72,15 @@ def deviation(model: nn.Module) -> Deviation:
 @torch.no_grad()
 def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
     """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
-    by_block = torch.linalg.vector_norm(weight, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    kernel = project(weight, pattern).to(exact)
-    unshared = _square(embed(kernel, pattern).sub_(weight)) + _square_of_pruned(kernel, pattern)
-    return by_block[~pattern.local_mask()].sum().item(), unshared
-
-
-def _square_of_pruned(kernel: Tensor, pattern: BlockPattern) -> float:
-    """Return the squared norm of the convolution's blocks that the pattern lacks, which are zeros in the layer."""
     assert pattern.conv is not None
-    whole = BlockPattern.of_geometry(pattern.conv).to(kernel.device)
+    local = pattern.local_mask().to(weight.device)
+    kernel = project(weight, pattern).to(torch.promote_types(weight.dtype, torch.float32))
+    whole = BlockPattern.of_geometry(pattern.conv).to(weight.device)
+    distances = embed(kernel, whole)  # blocks that have been pruned are zeros in the layer
     _, own, its = pattern.union(whole)
-    pruned = torch.isin(its, own, invert=True)
-    return _square(embed(kernel, whole)[pruned]) if pruned.any() else 0.0
+    distances[torch.isin(its, own)] -= weight[local]
+    off_local = block_norms(weight)[~local].square().sum().item()
+    return off_local, off_local + _square(distances)
 
 
 @torch.no_grad()
@@ -93,4 +89,5 @@ def _unshared(bias: Tensor) -> float:
 
 
 def _square(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item() ** 2
+    parts = parts_of(tensor.detach())
+    return math.fsum(torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in parts)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from loco_ext.argument_checks import check_count
 from loco_ext.geometry import BlockPattern
+from loco_ext.nn.block_norms import block_norms
 
 
 def blocks_to_keep(
@@ -36,8 +37,7 @@ def _above(weight: Tensor, threshold: float) -> Tensor:
         raise TypeError(f"threshold: expected a number, got {threshold!r}")
     if math.isnan(threshold) or threshold < 0:
         raise ValueError(f"threshold: expected at least 0, got {threshold}")
-    norms = torch.linalg.vector_norm(weight.detach(), dim=(1, 2, 3), dtype=torch.float64)
-    return ~(norms <= threshold)  # a block with NaN is kept
+    return ~(block_norms(weight.detach()) <= threshold)  # a block with NaN is kept
 
 
 def _within(pattern: BlockPattern, radius: int) -> Tensor:

@@ -13,7 +13,7 @@ from loco_ext.fx.modules import unwrapped
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
 from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.landscape import laplacian
-from loco_ext.regularizers.evaluation import measuring
+from loco_ext.regularizers.evaluation import check_logits, measuring
 from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, input_gradients
 
 Images = Tensor | Iterable[Tensor | tuple[Tensor, ...]]
@@ -84,9 +84,10 @@ def _squares(model: nn.Module, x: Tensor, expectation: str, uniform: Tensor) -> 
     if expectation == "sampled":
         return input_gradients(model, x, None, uniform).g.double().square().sum(0)
     with torch.no_grad():
-        classes = model(x.clone()).shape[-1]  # the model may write to its input
+        logits = model(x.clone())  # the model may write to its input
+    check_logits(logits, x)
     total = x.new_zeros(x.shape[1:], dtype=torch.float64)
-    for k in range(classes):
+    for k in range(logits.shape[1]):
         found = input_gradients(model, x, k)
         total += torch.einsum("n,nchw->chw", found.probabilities, found.g.double().square())
     return total

@@ -154,8 +154,8 @@ class PILCRO:
         if exact:
             restart()
             with torch.no_grad():
-                logits = model(x[:1].clone())  # the model may write to its input
-            check_logits(logits, x[:1])
+                logits = model(chunks[0].clone())  # the model may write to its input
+            check_logits(logits, chunks[0])
             count = logits.shape[1]
         pieces = [
             (chunk, k if exact else None, draw) for chunk, draw in zip(chunks, draws, strict=True) for k in range(count)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from loco_ext.nn import Deviation, LocallyConnected2d, deviation
 from tests.nn.cases import block_of_taps, random_layer
+from tests.regularizers.memory import peak_bytes
 from tests.tolerances import WITH_CONVOLUTIONS
 
 DOUBLE = WITH_CONVOLUTIONS[torch.float64]
@@ -79,6 +80,14 @@ def test_pruned_blocks_count_as_zeros_and_tied_weights_once():
     other = copy.deepcopy(layer)
     other.weight = layer.weight
     assert deviation(nn.Sequential(layer, other)) == layer.deviation()
+
+
+def test_large_layers_are_measured_in_little_memory():
+    """A fully grown layer may take most of a device's memory."""
+    layer = LocallyConnected2d(8, 8, 3, padding=1, bias=False, input_size=(16, 16)).grow(16)
+    size = layer.weight.nbytes
+    assert peak_bytes(layer.deviation) < size
+    assert peak_bytes(lambda: layer.prune(threshold=0.0)) < size
 
 
 def test_layers_whose_weights_are_computed_count_each():

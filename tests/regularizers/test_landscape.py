@@ -180,6 +180,9 @@ WRONG = {
     r"x\[0\]: expected a tensor, got tuple": lambda: regularizers.data_smoothness([()]),
     "x: expected at least one batch": lambda: regularizers.importance_landscape(MODEL, []),
     r"model: expected an output of shape \(2, classes\)": lambda: regularizers.importance_landscape(nn.Identity(), X),
+    r"model: expected an output tensor of shape \(batch, classes\), got tuple": lambda: (
+        regularizers.importance_landscape(nn.MaxPool2d(2, return_indices=True), X, expectation="exact")
+    ),
     "model: expected a module": lambda: regularizers.importance_landscape(len, X),
     "expectation: expected one of": lambda: regularizers.importance_landscape(MODEL, X, expectation="mean"),
     "seed: expected an int of 64 bits": lambda: regularizers.importance_landscape(MODEL, X, seed=2**70),

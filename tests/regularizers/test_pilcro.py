@@ -63,8 +63,12 @@ def test_the_gradient_is_create_graphs(name):
     assert tangent._route._is_unsuited == (name in ("checkpointed", "siamese", "overwriting"))
 
 
-def test_the_gradient_is_that_of_finite_differences():
+@pytest.mark.parametrize("by_batch", [False, True], ids=["running statistics", "statistics of the batch"])
+def test_the_gradient_is_that_of_finite_differences(by_batch):
     model, x = make("batch norm and pooling"), images()
+    if by_batch:  # of one image, these have no statistics
+        norm = nn.BatchNorm1d(4, track_running_stats=False)
+        model = nn.Sequential(nn.Conv2d(3, 4, SIZE), nn.Flatten(), norm, nn.ReLU(), nn.Linear(4, CLASSES)).double()
     pilcro = PILCRO(every=1, expectation="exact")
     found = gradient(pilcro, model, x)[: model[0].weight.numel()].view_as(model[0].weight)
     direction, step = torch.randn_like(found), 1e-6
