@@ -13,8 +13,9 @@ from loco_ext.input import open_regular
 
 # Keys under which training scripts store the weights next to other entries.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
-# Prefixes that DistributedDataParallel and torch.compile put in front of every name.
+# Prefixes that DistributedDataParallel, AveragedModel and torch.compile put in front of every name.
 _WRAPPERS = ("module.", "_orig_mod.")
+_COUNT = "n_averaged"  # the entry that AveragedModel adds
 # Tensors may share storage, so they may add up to more than the file: up to _MOST_COPIES times its size plus
 # _ANY_SIZE bytes. More than that is rejected.
 _MOST_COPIES = 16
@@ -34,7 +35,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
             "net".
 
     Returns:
-        The tensors on the CPU. Their names lack the prefixes of DistributedDataParallel and torch.compile.
+        The tensors on the CPU. Their names lack the prefixes of DistributedDataParallel, AveragedModel and
+        torch.compile.
 
     Raises:
         CheckpointError: the file is missing, truncated, or of another kind.
@@ -67,7 +69,7 @@ def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    return {str(name): value for name, value in state.items() if isinstance(value, Tensor) and name != _COUNT}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

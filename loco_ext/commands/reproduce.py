@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -125,8 +126,13 @@ def _run(jobs: list[Job]) -> list[Job]:
         left = (whole - passed) * ((time.monotonic() - begin) / (60 * passed) if passed else 1)
         note(f"job {place} of {len(jobs)}, {each.name}; about {_duration(left)} left")
         with contextlib.redirect_stdout(io.StringIO()):
-            if commands.run(each.words) != 0:
-                failed.append(each)
+            try:
+                code = commands.run(each.words)
+            except Exception:  # not the user's error, such as memory that is full: another job may do with less
+                traceback.print_exc()
+                code = 1
+        if code != 0:
+            failed.append(each)
         passed += each.minutes
     return failed
 

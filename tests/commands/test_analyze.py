@@ -221,6 +221,9 @@ def test_wrappers_of_any_order_and_empty_entries_are_looked_through(tmp_path):
     weight = torch.ones(2, 2, 3, 3)
     torch.save({"model": {}, "state_dict": {"_orig_mod.module.0.weight": weight}}, tmp_path / "m.pt")
     assert list(read_checkpoint(tmp_path / "m.pt")) == ["0.weight"]
+    network = make_model()
+    torch.save(torch.optim.swa_utils.AveragedModel(network).state_dict(), tmp_path / "average.pt")
+    assert read_checkpoint(tmp_path / "average.pt").keys() == network.state_dict().keys()
 
 
 def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):

@@ -293,14 +293,18 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
 
     def fail_first(words):
         ran.append(words)
+        if len(ran) == 2:
+            raise torch.OutOfMemoryError("the memory is full")
         return 1 if len(ran) == 1 else 0
 
     jobs = ordered(loco_reg.jobs(JobPlan("smoke", tmp_path)))
     monkeypatch.setattr(reproduce.commands, "run", fail_first)
-    with pytest.raises(reproduce.FailedJobsError, match=f"without them: {jobs[0].name}$"):
+    with pytest.raises(reproduce.FailedJobsError, match=f"without them: {jobs[0].name}, {jobs[1].name}$"):
         reproduce._ended(reproduce._run(jobs), [])
     assert len(ran) == len(jobs)
-    assert "job 8 of 8, loco-reg/digits-small/paper-1.5-1; about" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "job 8 of 8, loco-reg/digits-small/paper-1.5-1; about" in said
+    assert "OutOfMemoryError: the memory is full" in said
 
 
 # Stands for the program on the path: it passes its arguments on, as starting Python with torch takes seconds.
