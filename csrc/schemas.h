@@ -1,7 +1,7 @@
 // Schemas of all operators, and their implementations for CUDA tensors.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
+#include "common/stable.h"
 
 namespace loco {
 

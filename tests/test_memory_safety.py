@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +158,13 @@ def test_operands_without_memory_beside_those_with_are_refused(place: int) -> No
     weight, t = torch.randn(2, 3, 3, 3), torch.ones(1, dtype=torch.float64)
     with pytest.raises(TypeError, match="metric: expected device"):
         torch.ops.loco_ext.ring_prox(weight, [0] * 9, t, None, weight.to("meta"), False)
+
+
+@needs_library
+@pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm")
+def test_errors_inside_torch_are_told_without_a_stream():
+    """Streams that print a number crash in a library that is linked to the C++ library statically (check.h)."""
+    command = ["nm", "--dynamic", "--undefined-only", ops.backends.library.__file__]
+    needed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "torch_call_dispatcher" in needed
+    assert "_ZNSo9_M_insertIlE" not in needed  # a stream's <<, which torch's TORCH_ERROR_CODE_CHECK prints a line with

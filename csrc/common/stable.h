@@ -1,10 +1,15 @@
 // Reads torch tensors through LibTorch's stable ABI.
 #pragma once
 
+#include "common/torch_errors.h"
+// torch's headers use what the one above defines.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#ifdef USE_CUDA
+#include <torch/csrc/stable/accelerator.h>
+#endif
 
 #include <algorithm>
 #include <optional>

@@ -1,6 +1,4 @@
 // Implements torch.ops.loco_ext.optim_step for tensors on an NVIDIA GPU.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>

@@ -1,6 +1,4 @@
 // torch.ops.loco_ext.ring_norms and ring_prox on tensors of an NVIDIA GPU.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <limits>
 #include <optional>
 #include <vector>
