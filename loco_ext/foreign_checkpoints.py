@@ -1,6 +1,6 @@
 """Read the tensors of a checkpoint file of any network. Loading never executes code from the file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from loco_ext.input import open_regular
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
 # Prefixes that DistributedDataParallel, AveragedModel and torch.compile put in front of every name.
 _WRAPPERS = ("module.", "_orig_mod.")
-_COUNT = "n_averaged"  # the entry that AveragedModel adds
+_COUNT = "n_averaged"  # the entry without a prefix that AveragedModel adds
 # Tensors may share storage, so they may add up to more than the file: up to _MOST_COPIES times its size plus
 # _ANY_SIZE bytes. More than that is rejected.
 _MOST_COPIES = 16
@@ -56,9 +56,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(f"{path}: expected dense tensors with data, {name!r} is not")
     _check_size(path, tensors)
-    while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in tensors)), None):
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    while prefix := _wrapper_of(tensors.keys() - {_COUNT}):
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name != _COUNT}
     return tensors
+
+
+def _wrapper_of(names: Set[str]) -> str | None:
+    """Return the prefix of a wrapper that all names begin with, None if there is none."""
+    return next((prefix for prefix in _WRAPPERS if names and all(name.startswith(prefix) for name in names)), None)
 
 
 def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -69,7 +74,7 @@ def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {str(name): value for name, value in state.items() if isinstance(value, Tensor) and name != _COUNT}
+    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-// The inner loops on the CPU: each applies an update rule to a block of consecutive elements, compiled for each
-// instruction set.
+// The inner loops on the CPU: each applies an update rule to a block of consecutive elements, compiled for several
+// instruction sets.
 #pragma once
 
 #include <cstdint>

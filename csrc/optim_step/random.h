@@ -1,4 +1,4 @@
-// Loops over elements that draw random bits and round stochastically, compiled for each instruction set.
+// Loops over elements that draw random bits and round stochastically, compiled for several instruction sets.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ _MOST = 2**20  # elements of which torch may make a copy in float64 at once
 
 
 def block_norms(weight: Tensor) -> Tensor:
-    """Return the norm of each block, float64 ``[nnz]``."""
+    """Return the norm of each block, float64 ``[nnz]``; weight: ``[nnz, groups, C_in / groups, C_out / groups]``."""
     norms = [torch.linalg.vector_norm(part, dim=(1, 2, 3), dtype=torch.float64) for part in parts_of(weight)]
     return torch.cat(norms)
 

@@ -38,8 +38,8 @@ class ROLL:
             one; or ``"max"`` for only one. Above 0, up to 100 for all.
         probes: ``"exact"`` for exact norms, the number of random Rademacher probes for unbiased estimates of the
             squared norms, or ``"auto"``: exact where up to 1024 directions suffice or units are selected, otherwise one
-            random probe. Estimates cannot select units. With convolutions, each direction takes about as
-            long as one to three training steps.
+            random probe. Estimates cannot select units. With convolutions, each direction takes about as long as one
+            to three training steps.
         generator: source of the random probes; None for torch's default.
         memory_limit: bytes that the directions may use, approximately. Those that do not fit in together are computed
             some at a time and again in the backward pass; a single one takes about as much as a training step.

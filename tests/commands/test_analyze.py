@@ -222,6 +222,7 @@ def test_wrappers_of_any_order_and_empty_entries_are_looked_through(tmp_path):
     torch.save({"model": {}, "state_dict": {"_orig_mod.module.0.weight": weight}}, tmp_path / "m.pt")
     assert list(read_checkpoint(tmp_path / "m.pt")) == ["0.weight"]
     network = make_model()
+    network.register_buffer("n_averaged", torch.zeros(1))  # is not AveragedModel's entry of this name
     torch.save(torch.optim.swa_utils.AveragedModel(network).state_dict(), tmp_path / "average.pt")
     assert read_checkpoint(tmp_path / "average.pt").keys() == network.state_dict().keys()
 
