@@ -227,6 +227,14 @@ def test_every_function_is_found_again(tmp_path):
     assert loaded.code == model.code
 
 
+def test_a_network_of_any_number_of_arguments_is_kept(tmp_path):
+    class Sum(nn.Module):
+        def forward(self, *inputs):
+            return inputs[0] + inputs[1]
+
+    assert round_trip(fx.symbolic_trace(Sum()), tmp_path)(1, 2) == 3
+
+
 def test_load_names_a_wrong_device_and_files_of_two_saves(tmp_path):
     for name in "ab":
         sparsity.save(network("plain"), tmp_path / name)
