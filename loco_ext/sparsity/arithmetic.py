@@ -63,6 +63,8 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
         return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some return their input
     if node.op == "call_method":
         return _of_tensor(str(node.target), node, bounds)
+    if node.op == "placeholder" and str(node.target).startswith("*"):
+        return _TENSORS
     if node.op != "call_function":
         return None
     if isinstance(node.target, type):  # what its class computes has no bound that is known here

@@ -227,6 +227,15 @@ def test_every_function_is_found_again(tmp_path):
     assert loaded.code == model.code
 
 
+def test_a_network_of_any_number_of_arguments_is_kept(tmp_path):
+    class Product(nn.Module):
+        def forward(self, *inputs):
+            return torch.bmm(inputs[0], inputs[1])
+
+    model, pair = Product(), torch.randn(2, 3, 4, 4)
+    assert torch.equal(round_trip(fx.symbolic_trace(model), tmp_path)(*pair), model(*pair))
+
+
 def test_load_names_a_wrong_device_and_files_of_two_saves(tmp_path):
     for name in "ab":
         sparsity.save(network("plain"), tmp_path / name)

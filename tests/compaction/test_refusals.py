@@ -180,7 +180,7 @@ _FUNCTIONS = (
 )
 _METHODS = "apply_ map_ register_hook backward __reduce_ex__ __class__ numpy tofile share_memory_ format"
 BAD_FUNCTIONS, BAD_METHODS = _FUNCTIONS.split(), _METHODS.split()
-BAD_NAMES = ["x): import os #", "x=print('run')", "x.y", "class", "", " x", "*args", 3, None, ["x"], "x\n"]
+BAD_NAMES = ["x): import os #", "x=print('run')", "x.y", "class", "", " x", "**args", 3, None, ["x"], "x\n"]
 BAD_PATHS = ["norm\"); print('run'); (\"", "norm')", "a..b", "", ".", "__class__", "forward", "graph", 5, ["stem"]]
 BAD_VALUES = [
     *({"node": "later"}, {"node": ["x"]}, {"dtype": "torch.load"}, {"dtype": []}, {"device": "print('run')"}),
@@ -237,6 +237,7 @@ TOO_LARGE = {
         *(("operator.eq", 0.5, 0.5), ("operator.mul", "a0", 10**99)),
         *(("operator.mul", f"a{i}", f"a{i}") for i in range(1, 40)),
     ),
+    "many inputs": lambda c: (chain(("operator.mul", "x", 10**9))(c), node(c, "placeholder").update(target="*x")),
     "a pair of tensors": chain(("torch.max", "x", 1), ("operator.mul", "a0", 10**9)),
     "a pair of a pool": chain(("torch.nn.functional.max_pool2d_with_indices", "x", 2), ("operator.mul", "a0", 10**9)),
     "a pair of torch's pool": chain(("torch.adaptive_max_pool1d", "x", 2), ("operator.mul", "a0", 10**9)),

@@ -135,7 +135,8 @@ class Budget:
         """Count a step of the optimizer; make the network smaller when it is time.
 
         Raises:
-            RuntimeError: a layer has had no finite gradient by the time that sizes are chosen by "taylor".
+            RuntimeError: a layer has had no finite gradient, or all layers only zeros, by the time that sizes are
+                chosen by "taylor".
             ValueError: no network meets the budget at ``end``.
         """
         self.steps += 1
@@ -264,8 +265,8 @@ class Budget:
             lost = by_norm(self._structure)
         elif unknown := self._taylor.unknown():
             raise RuntimeError(
-                f"step: expected finite gradients, got none for {', '.join(unknown)}; call it after the optimizer's "
-                "step and before zero_grad, and name layers that do not train in skip"
+                f"step: expected finite gradients, got none for {', '.join(unknown)}, or only zeros; call it after the "
+                "optimizer's step and before zero_grad, and name layers that do not train in skip"
             )
         else:
             lost = self._taylor.lost()

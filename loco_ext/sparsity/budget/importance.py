@@ -109,8 +109,8 @@ class Taylor:
         return bool(self._with_gradient) and not self.known()
 
     def unknown(self) -> list[str]:
-        """Return the names of layers that may shrink and whose weights have had no finite gradient."""
-        known = self._with_gradient if self._any else set()
+        """Return the names of layers that may shrink but have had no finite gradient; of all, if all were zero."""
+        known = self._with_gradient if self._sums.any() else set()
         return [layer.name for layer in self._layers if not layer.kept and layer.name not in known]
 
     def state(self) -> dict[str, Tensor]:

@@ -281,7 +281,10 @@ def test_all_filters_stay_until_gradients_are_finite() -> None:
     assert reached("plain", model) <= 0.4
 
 
-def test_gradients_that_are_gone() -> None:
-    _, _, budget = controlled("plain", begin=1, updates=11)
-    with pytest.raises(RuntimeError, match="step: expected finite gradients, got none for 0, 4, 7"):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_gone(set_to_none: bool) -> None:
+    model, optimizer, budget = controlled("plain", begin=1, updates=11)
+    F.cross_entropy(model(X), torch.arange(2)).backward()
+    optimizer.zero_grad(set_to_none)
+    with pytest.raises(RuntimeError, match="step: expected finite gradients, got none for 0, 4, 7, 9, or only zeros"):
         budget.step()
