@@ -21,6 +21,7 @@ from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
 from loco_ext.nn.pruning import blocks_to_keep
 from loco_ext.nn.resizing import loaded_pattern, replace, resize
+from loco_ext.ops import autocast
 from loco_ext.ops.block_sparse import contiguous, ignore_tracer_warnings
 from loco_ext.ops.memory_format import suggests_channels_last
 
@@ -151,14 +152,15 @@ class LocallyConnectedNd(nn.Module):
             ValueError: ``input`` has another shape; the layer accepts one input size only.
         """
         with ignore_tracer_warnings():
-            self._check_input(input)
+            weight = self.weight
+            self._check_input(input, weight)
             batch, pattern = input if input.dim() == self.axes + 2 else input.unsqueeze(0), self.pattern
             if pattern.crow_indices.device != input.device:
                 pattern = pattern.to(input.device)
             # In this order, the gradient of one image has the strides of channels_last, as torch's batch norms need it.
             pixels = batch.movedim(1, -1).flatten(1, -2)
-            consume = self._backward_step and self._backward_step.of(self.weight)
-            y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
+            consume = self._backward_step and self._backward_step.of(weight)
+            y = ops.block_sparse_matmul(pixels, weight, pattern, self.bias, consume=consume)
             y = y.view(y.shape[0], *self.output_size, y.shape[2]).movedim(-1, 1)
             if not suggests_channels_last(batch):
                 y = contiguous(y)
@@ -349,7 +351,7 @@ class LocallyConnectedNd(nn.Module):
         unexpected_keys[:] = [name for name in unexpected_keys if name not in names]
         self._set_pattern(self.pattern)
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor, weight: Tensor) -> None:
         check_tensor("input", x)
         shape = (self.in_channels, *self.input_size)
         if x.shape[-len(shape) :] != shape or x.dim() > len(shape) + 1:
@@ -358,6 +360,10 @@ class LocallyConnectedNd(nn.Module):
                 f"input: expected shape (N, {sizes}) or ({sizes}), as in_channels and input_size of the layer have it, "
                 f"got {tuple(x.shape)}"
             )
+        if x.device != weight.device:
+            raise TypeError(f"input: expected device {weight.device} as the weight of the layer, got {x.device}")
+        if x.dtype != weight.dtype and not autocast.is_enabled(x.device.type):
+            raise TypeError(f"input: expected {weight.dtype} as the weight of the layer, got {x.dtype}")
 
 
 class LocallyConnected1d(LocallyConnectedNd):

@@ -124,7 +124,7 @@ def test_transforms_keep_half_precision_and_autocast(dtype):
     assert torch.equal(y, func.functional_call(layer, half, (x.to(dtype),)))
     assert y.dtype == dtype
     assert {g.dtype for g in gradients.values()} == {torch.float32}
-    with pytest.raises(TypeError, match=f"values: expected {dtype} as x, got torch.float32"):
+    with pytest.raises(TypeError, match=f"input: expected torch.float32 as the weight of the layer, got {dtype}"):
         func.vmap(layer)(x.to(dtype))
 
 

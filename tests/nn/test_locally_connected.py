@@ -251,7 +251,7 @@ def test_bad_inputs_are_refused():
             layer(torch.zeros(shape))
     with pytest.raises(TypeError, match=r"input: expected a tensor, got list"):
         layer([1.0])
-    with pytest.raises(TypeError, match=r"values: expected torch.float64 as x, got torch.float32"):
+    with pytest.raises(TypeError, match=r"input: expected torch.float32 as the weight of the layer, got torch.float64"):
         layer(torch.zeros(3, 5, 6, dtype=torch.float64))
 
 
