@@ -196,7 +196,9 @@ class FilterSolver {
     }
     const auto weighted = [&](int64_t i) { return static_cast<double>(scaled_[i]) * finite_metric(scaled_d_[i]); };
     double size = 0;
-    for (int64_t i = 0; i < shape_.numel(); ++i) size = std::max(size, std::fabs(weighted(i)));
+    for (int64_t i = 0; i < shape_.numel(); ++i) {
+      if (scaled_d_[i] < kLargest<T>) size = std::max(size, std::fabs(weighted(i)));
+    }
     weighted_scale_ = near_one(size);
     for_weights([&](int64_t i, int r) {
       const double value = weighted(i) * weighted_scale_;
@@ -382,8 +384,8 @@ class FilterSolver {
            (d_ == nullptr || safe(rows<T>().largest(d_, shape_.numel())));
   }
 
-  // Set scaled_ and scaled_d_ to u and d times powers of two, scale_. A power is 1 if no largest magnitude exists
-  // (zeros only, or an infinity or NaN).
+  // Set scaled_ and scaled_d_ to u and d times powers of two, scale_, which bring u and the finite metrics near 1. A
+  // power is 1 if no largest magnitude exists (zeros only, or an infinite weight or NaN).
   void bring_near_one() {
     const int64_t numel = shape_.numel();
     const auto scaled = [numel](const T* from, double by, std::vector<T>& copy) {
@@ -394,7 +396,11 @@ class FilterSolver {
     scale_.weight = near_one(rows<T>().largest(u_, numel));
     if (scale_.weight != 1) scaled_ = scaled(u_, scale_.weight, scaled_copy_);
     if (d_ == nullptr) return;
-    scale_.metric = near_one(std::min(rows<T>().largest(d_, numel), kLargest<double>));
+    double metric = 0;
+    for (int64_t i = 0; i < numel; ++i) {
+      if (d_[i] < kLargest<T>) metric = std::max(metric, static_cast<double>(d_[i]));
+    }
+    scale_.metric = near_one(metric);
     if (scale_.metric != 1) scaled_d_ = scaled(d_, scale_.metric, scaled_d_copy_);
   }
 

@@ -142,7 +142,9 @@ class Sums {
     if (are_safe<double>(weighted, 0, rings_)) return 0;
     double size[1] = {0};
     for (int r = 0; r < rings_; ++r) {
-      for_ring(r, [&](T u, T d) { size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d))); });
+      for_ring(r, [&](T u, T d) {
+        if (d < kLargest<T>) size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d)));
+      });
     }
     reduce(size, Larger());
     const double by = near_one(size[0]);

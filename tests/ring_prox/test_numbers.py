@@ -250,8 +250,8 @@ def test_metrics_of_all_sizes_in_one_kernel(spread, backend):
 def test_an_infinite_metric_lets_its_weight_stay(dtype):
     """Adam's metric is infinite where the square of a gradient has overflowed.
 
-    Under the largest norm, other weights are clipped as if it were absent, but not below it; the expected values are
-    worked out by hand.
+    Other weights are shrunk as beside one whose metric is only large. Under the largest norm, they are clipped as if it
+    were absent, but not below it; the expected values are worked out by hand.
     """
     largest = torch.finfo(dtype).max
     metric = torch.tensor([[[1.0, torch.inf, 2.0, largest]]], dtype=dtype)
@@ -262,6 +262,13 @@ def test_an_infinite_metric_lets_its_weight_stay(dtype):
     t = torch.full((2,), 20.0, dtype=torch.float64)
     for linf, q in itertools.product((False, True), (None, t)):
         assert same_bits(ops.ring_prox(weight, [0, 1, 0], t, q, torch.full_like(weight, torch.inf), linf=linf), weight)
+    for values, place, rings in [([3.0, 0.2, -3.0], 1, [0, 1, 0]), ([3.0, -1.0, -20.0], 2, [1, 1, 1])]:
+        weight, t = torch.tensor([[values]], dtype=dtype), torch.tensor([0.5, 2.0], dtype=torch.float64)
+        large = torch.ones_like(weight)
+        large[0, 0, place] = 1e12
+        expected = ops.ring_prox(weight, rings, t, None, large)
+        result = ops.ring_prox(weight, rings, t, None, torch.where(large > 1, torch.inf, large))
+        assert_near_by_kernel(result, expected, weight, RESIDUAL[dtype])
     metric[0, 0, 3] = 1.0
     weight = torch.tensor([[[1.0, -0.5, 2.0, 0.25]]], dtype=dtype)
     for rings, thresholds, expected in [
