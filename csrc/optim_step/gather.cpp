@@ -137,7 +137,8 @@ bool Gather::read_again(const StepArgs& args, int columns) {
   if (writes_grads_ && !are_apart(grads)) return false;
   const int64_t groups = groups_;
   read_hyper(args.hyper, columns);
-  LOCO_CHECK(groups_ == groups, "hyper: expected ", groups, " rows, got ", groups_);
+  const int64_t rows = std::exchange(groups_, groups);
+  LOCO_CHECK(rows == groups, "hyper: expected ", groups, " rows, got ", rows);
   for (size_t i = 0; i < steps_.size(); ++i) steps_[i].g.data = const_cast<char*>(grads[i].begin);
   return true;
 }

@@ -142,7 +142,11 @@ def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool
 
 
 def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return a*b + c, rounded once in float32 (float32 products are exact in float64), rounded twice in float64."""
+    """Return a*b + c, with its exact product in float32.
+
+    The sum is then rounded to float64 and to float32, which one in some 2**28 sums shows by an ulp. In float64 the
+    product is rounded, too.
+    """
     a = _cast(a, c)
     if not _can_double(c):
         return a * b + c

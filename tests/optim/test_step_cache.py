@@ -411,6 +411,22 @@ def test_a_step_that_is_none_is_refused():
         operators.optim_step_again(torch.zeros(4096), [torch.ones(1)], hyper, [], [], None, None, False)
 
 
+def test_a_step_with_other_groups_is_refused_each_time():
+    _, optimizer = make("SGD of two rules")
+    for _ in range(3):
+        set_gradients(optimizer)
+        optimizer.step()
+    batch = optimizer._cache.batches[0]
+    grads = [param.grad for param in batch.args.params]
+    hyper, rest = (
+        torch.zeros(len(batch.hyper) + 1, batch.hyper.shape[1], dtype=torch.float64),
+        ([], [], None, None, True),
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"hyper: expected {len(batch.hyper)} rows, got {len(hyper)}"):
+            backends.operators().optim_step_again(batch._cached[1], grads, hyper, *rest)
+
+
 @pytest.mark.parametrize("name", ["SGD of two rules", "Adam with a penalty"])
 def test_nothing_outlives_its_owner(name):
     """Gradients end with zero_grad, states when they are dropped, and parameters with the step that lacks them."""
