@@ -229,7 +229,7 @@ def test_what_is_refused_later():
     model, optimizer, _ = make("SGD")
     ((x, _),) = batches(count=1)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="consume: expected a backward without create_graph"):
+    with pytest.raises(RuntimeError, match="consume or step_in_backward: expected a backward without create_graph"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True, allow_unused=True)
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match=r"consume: expected a call that torch\.compile leaves alone"):
