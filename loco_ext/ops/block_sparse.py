@@ -125,7 +125,9 @@ class _Consumer(NamedTuple):
     def take(self, x: Tensor, grad: Tensor, values: Tensor) -> None:
         """Pass the gradient of values to ``consume``."""
         if torch.is_grad_enabled():
-            raise RuntimeError("consume or step_in_backward: expected a backward without create_graph, as the gradient is not kept")
+            raise RuntimeError(
+                "consume or step_in_backward: expected a backward without create_graph, as the gradient is not kept"
+            )
         self.consume(self._parts(_adjacent(x), grad, values))
 
     def _parts(self, x: Tensor, grad: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
