@@ -47,8 +47,8 @@ def shrink_to(
 
     Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or is removed. The sizes
     of all filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is
-    the importance of a layer and ``kept`` that of the part that stays. For small losses, a layer's term is the
-    importance that it loses. For larger ones it grows faster, so that no layer is emptied while others are whole.
+    the importance of a layer and ``kept`` that of the part that stays. As long as a layer loses little, its term is the
+    importance that it loses. Beyond that it grows faster, so that no layer is emptied while others are whole.
 
     A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
     includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
