@@ -16,10 +16,10 @@ from loco_ext.regularizers.evaluation import check_images, constant, measuring
 def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines: Tensor, steps: int = 32) -> Tensor:
     """Return each input's contribution to the target's logit: gradients integrated from baselines to the images.
 
-    ``(x - b) * mean_k dh_target/dx(b + a_k (x - b))`` at the midpoints ``a_k = (k + 1/2) / steps`` of equal parts of
-    the path. With several baselines, point k is on the path from baseline ``k mod B``: the mean over baselines for the
-    price of one. With one baseline the contributions add up to the difference of the logits, up to the error of the
-    sum.
+    They are ``(x - b) * mean_k dh_target/dx(b + a_k (x - b))`` at the midpoints ``a_k = (k + 1/2) / steps`` of equal
+    parts of the path. With several baselines, point k is on the path from baseline ``k mod B``, which gives the mean
+    over baselines at the price of one. With one baseline the contributions add up to the difference of the logits, up
+    to the error of the sum.
 
     Args:
         model: maps images to logits [N, classes]; it is evaluated in evaluation mode, and its flags are restored.
@@ -69,7 +69,7 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
 
 @compiler.disable
 def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return how much of the target's probability is left once an image's most relevant pixels are gone.
+    """Return what share of the target's probability remains without an image's most relevant pixels.
 
     The pixels with the largest sums of ``relevance`` over channels are replaced by their channel's mean over the image.
 

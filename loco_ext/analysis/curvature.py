@@ -40,7 +40,7 @@ class TopEigenvalue(NamedTuple):
 
 @compiler.disable
 def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
-    """Return the norm of the loss gradient in all parameters that require one, over all of ``data`` at once.
+    """Return the norm of the loss gradient for all parameters that require one, over all of ``data`` at once.
 
     Args:
         model: evaluated in evaluation mode without autocast; its flags, the ``grad`` of its parameters and the RNG are
@@ -77,7 +77,7 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
 def top_hessian_eigenvalue(
     model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> TopEigenvalue:
-    """Return the largest eigenvalue of the loss Hessian in all parameters that require a gradient, by power iteration.
+    """Return the largest eigenvalue of the loss Hessian for all parameters that require a gradient, by power iteration.
 
     Hessian-vector products are exact: gradients of gradients, summed over the batches. If the eigenvalue of largest
     magnitude is negative, a second iteration finds the largest eigenvalue after deflating the first.

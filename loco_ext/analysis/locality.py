@@ -79,12 +79,12 @@ def locality_statistics(
     nearer class minus that of the farther one; it is divided by the population standard deviation of ``s`` in its layer
     and averaged. Only layers of the same kernel size are compared: a 7x7 stem is not compared with 3x3 layers, nor 1x7
     with 7x1. Each size has its own cells for each pair: two pairs for 3x3, five for 5x5. There is one cell for all
-    layers of the size, one for the lower and one for the upper half of them in forward order. The lower half takes the
-    middle layer of an odd count, and a single layer has no cell for the upper half. Kernels with an even size have no
-    centre and do not count.
+    layers of the size, one for the lower and one for the upper half of them in forward order. If their number is odd,
+    the middle layer is in the lower half, so a single layer has no cell for the upper half. Kernels with an even size
+    have no centre and do not count.
 
-    A layer whose ``s`` does not vary by more than rounding, one of a single matrix for example, cannot be standardised:
-    it is left out before halving and listed in ``skipped``.
+    A layer whose ``s`` does not vary by more than rounding, such as one of a single matrix, cannot be standardised. It
+    is left out before halving and listed in ``skipped``.
 
     Args:
         model: a module or a mapping of names to tensors, such as a state dict; see
@@ -92,8 +92,8 @@ def locality_statistics(
         weighting: "matrices" averages over all matrices, as eq. 7.1 does. "layers" takes the mean of the layers' means.
             "halves" averages over all matrices of a half, and takes the mean of the two halves for "all", as every row
             of Table 4 does.
-        example_inputs: with None, the order of registration is taken as the forward order; with a tensor or a tuple of
-            tensors, the order is found by one forward pass.
+        example_inputs: with None, the order of registration counts as the forward order. With a tensor or a tuple of
+            tensors, one forward pass finds the order.
 
     Returns:
         Cells with the mean, its standard error, and p-values. An average over matrices is tested by the one-sample
@@ -150,19 +150,19 @@ def estimate_locality(
     ``eta = 1 / a(r(I_co, I_n))`` for the corners. Larger kernels continue outward, class by class: the factor of a
     class is that of the previous class divided by ``a(r(class, previous class))``.
 
-    The paper prints ``eta = 1 / a(r(I_n, I_co))``. That is inverted: where weights decrease with distance it is below 1
-    and decays corners *less*, against the paper's section 6. The default is the rule above.
+    The paper prints ``eta = 1 / a(r(I_n, I_co))``. That is inverted: if weights decrease with distance, it is below 1
+    and decays corners *less*, contrary to the paper's section 6. The default is the rule above.
 
-    Signed means can be near 0 or differ in sign, where ratios are meaningless. A layer is left uniform, ``(1, 1)`` or
-    all ones, with one warning for all such layers, unless its means have one sign in all classes and each is more than
-    three standard errors from 0. The test is *pooled*: over the matrices of all models together, unscaled, with the
-    standard error ``s / sqrt(n)`` for the sample standard deviation ``s`` of these ``n`` numbers. More models of one
-    kind thus leave fewer layers uniform. A depthwise layer has one matrix per channel; a layer of a single matrix has
-    no standard error within one model and needs at least two models.
+    Signed means can be near 0 or differ in sign. Ratios are then meaningless. A layer is left uniform, ``(1, 1)`` or
+    all ones, unless its means have one sign in all classes and each is more than three standard errors from 0. One
+    warning names all such layers. The test is *pooled*: over the matrices of all models together, unscaled, with the
+    standard error ``s / sqrt(n)`` for the sample standard deviation ``s`` of these ``n`` numbers. With more models of
+    one kind, fewer layers are thus left uniform. A depthwise layer has one matrix per channel. A layer of a single
+    matrix has no standard error within one model and needs at least two models.
 
-    Where every model passes that test by itself as well, ratios are averaged over the models, as in the paper. Where
-    only the pooled means pass, a single model's ratio may have a denominator of about 0, so the ratio is that of the
-    pooled means. ``a`` is clamped to [1/4, 4] because it has a zero. All factors are thus positive and finite.
+    If every model passes that test by itself as well, ratios are averaged over the models, as in the paper. If only the
+    pooled means pass, a single model's ratio may have a denominator of about 0, so the ratio is that of the pooled
+    means. ``a`` is clamped to [1/4, 4] because it has a zero. All factors are thus positive and finite.
 
     Args:
         models: one module or mapping, such as a state dict, or a sequence of them; see

@@ -18,7 +18,7 @@ def layers_of_blocks(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
-    """Zero all other blocks of all locally connected layers inside the ``with`` block; restore them on exit.
+    """Zero all blocks but those ``kept`` in all locally connected layers inside the ``with`` block, then restore them.
 
     Args:
         model: a locally connected layer, or a model that contains some. Biases and all other layers are unchanged.

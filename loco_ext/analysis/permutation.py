@@ -14,11 +14,11 @@ from loco_ext.regularizers.evaluation import constant, measuring
 def permutation_importance(
     model: nn.Module, x: Tensor, targets: Tensor, units: Tensor, *, draws: int = 2, seed: int = 0
 ) -> Tensor:
-    """Return how much a logit changes where an input is drawn anew from the data, in the mean square.
+    """Return the mean squared change of a logit when an input is drawn anew from the data.
 
-    ``E_x[(E_u[h(x with input i set to u)] - h(x))^2]`` (eq. 10), where ``u`` is the same input of another image of
-    ``x`` and ``h`` the logit of the image's target. Products of two different draws stand for the square, so that the
-    estimate has no bias; it can therefore be negative where the importance is almost zero.
+    It is ``E_x[(E_u[h(x with input i set to u)] - h(x))^2]`` (eq. 10), where ``u`` is the same input of another image
+    of ``x`` and ``h`` is the logit of the image's target. The square is estimated by products of two different draws,
+    which has no bias. The estimate can therefore be negative where the importance is almost zero.
 
     Args:
         model: maps images to logits [N, classes]; it is evaluated in evaluation mode, and its flags are restored.
@@ -72,7 +72,7 @@ def permutation_importance(
 def gradient_importance(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Return Lemma 1's estimate of the importance by resampling, ``V[x_i] E[(dh/dx_i)^2]`` for all inputs.
 
-    The variance is that over the images, the biased one.
+    The variance is the biased one over the images.
 
     Args:
         model, x, targets: as for :func:`permutation_importance`.

@@ -23,9 +23,9 @@ def block_offsets(pattern: BlockPattern) -> Tensor:
         pattern: one with a ``conv``.
 
     Returns:
-        int64 ``[nnz, axes]``, in *half* pixels, as the middle of an even kernel is between two of them. If opposite
-        ends of the image touch, it is the shorter way, and the negative one if both are equally long. If a tap
-        reads reflect or replicate padding, the offset is that of the pixel that is read.
+        int64 ``[nnz, axes]``, in *half* pixels, because the middle of an even kernel is between two pixels. If opposite
+        ends of the image touch, it is the shorter of the two ways, and the negative one if both are equally long. If a
+        tap reads reflect or replicate padding, the offset is that of the pixel that is read.
 
     Raises:
         ValueError: the pattern has no ``conv``.
@@ -79,8 +79,8 @@ def block_distance_classes(pattern: BlockPattern, center: str | None = None) -> 
 def block_decay_map(pattern: BlockPattern, factors: Sequence[float], center: str | None = None) -> Tensor:
     """Return the relative weight decay of every block: :func:`decay_map` continued up to full connection.
 
-    Blocks have the same proportions as the convolution's taps. What differs is ``Z``, the mean over all blocks, of
-    which there are fewer at the border and more around a grown layer.
+    Blocks have the same decay relative to each other as the convolution's taps. Only ``Z`` differs. It is the mean over
+    all blocks, of which there are fewer at the border and more in a grown layer.
 
     Args:
         pattern: one with a ``conv``.
@@ -105,11 +105,11 @@ def block_decay_map(pattern: BlockPattern, factors: Sequence[float], center: str
 def block_rings(pattern: BlockPattern, kind: str = "half", first: str = "auto") -> Tensor:
     """Return the ring of every block, from the outside in: the rings of the kernel that a grown layer has.
 
-    That kernel is the convolution's, gaps of its dilation included, with as many more pixels on every side as the
-    blocks reach beyond it. Blocks inside the convolution's kernel thus have the rings of their taps, and those that
+    That kernel is the convolution's, including the gaps of its dilation, extended on every side as far as the blocks
+    reach beyond it. Blocks inside the convolution's kernel thus have the rings of their taps. Blocks that
     :meth:`BlockPattern.grow` has added have the rings outside of these. Rings without a block are not counted. Rings
-    are counted in pixels: if a kernel is dilated, and differently along its axes or rectangular with an even size, they
-    differ from its taps' rings.
+    are counted in pixels. They differ from the rings of the taps if a kernel is dilated and either its dilation differs
+    between axes or it is rectangular with an even size.
 
     Args:
         pattern: one with a ``conv``.

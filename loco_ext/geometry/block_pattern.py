@@ -41,16 +41,16 @@ class Transposed(NamedTuple):
 class ConvTaps(NamedTuple):
     """The taps of a convolution in a pattern: an entry for each tap that reads a pixel, by output pixel, then tap.
 
-    Taps in zero padding have no entry, and neither have those whose block was pruned. If the image wraps, reflects or
-    is replicated, several taps of an output pixel can read one input pixel; their weights then *add up* in its block.
+    Taps in zero padding and taps whose block was pruned have no entry. If the image wraps, reflects or is replicated,
+    several taps of an output pixel can read one input pixel; their weights then *add up* in its block.
 
     Let ``E`` be the matrix of zeros and ones with ``E[block, tap] = 1`` for every entry. A convolution's weights ``w``
     by tap become blocks ``E w``, exactly. The way back is the orthogonal projection onto all ``E w``: the least squares
     solution ``w = (E^T E)^-1 E^T values``, where :meth:`ConvGeometry.tap_pairs` counts ``E^T E`` on the pattern before
-    any pruning, as a pruned block is one of zeros. If no taps share a block, ``E^T E`` is diagonal, and ``w`` is the
-    mean of each tap's blocks over positions. ``E^T E`` is singular if different weights give the same layer: a tap that
-    is always in the padding, or taps that always add up on an image smaller than the kernel; the pseudo-inverse then
-    gives the smallest of these weights.
+    any pruning, because a pruned block counts as zeros. If no taps share a block, ``E^T E`` is diagonal, and ``w`` is
+    the mean of each tap's blocks over positions. ``E^T E`` is singular if different weights give the same layer: a tap
+    is always in the padding, or taps always add up on an image smaller than the kernel. The pseudo-inverse then gives
+    the smallest of these weights.
 
     Attributes:
         block: int64: the index in ``values``.
@@ -81,8 +81,8 @@ class BlockPattern:
     """The live (output pixel, input pixel) pairs of a layer, with one dense block of values for each (eFCN, section 3).
 
     Rows are output pixels and columns input pixels, both flattened in row-major order; the blocks are numbered row by
-    row. Patterns are immutable: every operation returns a new one, with the mapping of blocks from one to the other, so
-    that values and optimizer states can follow. Patterns are equal only if they are the same object.
+    row. Patterns are immutable: every operation returns a new one, and the mapping of blocks from one to the other, by
+    which values and optimizer states can follow. Patterns are equal only if they are the same object.
 
     Args:
         crow_indices: integers ``[n_out + 1]``: where each output pixel's blocks begin, and their total.

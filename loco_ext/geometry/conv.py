@@ -128,7 +128,7 @@ class ConvGeometry:
         return 2 * starts + self.dilation[axis] * (self.kernel_size[axis] - 1)
 
     def nearest_pixels(self, axis: int) -> np.ndarray:
-        """Return the input pixel along an axis nearest to that middle, the lower of two."""
+        """Return the input pixel along an axis nearest to the middle of each receptive field, the lower of two."""
         size, centers = self.input_size[axis], self.doubled_centers(axis) // 2
         return centers % size if self.wraps else centers.clip(0, size - 1)
 
@@ -152,11 +152,11 @@ class ConvGeometry:
         return live + (seeds - live_seeds if radius else 0)
 
     def tap_pairs(self) -> Tensor:
-        """Return the number of (output pixel, input pixel) pairs that each two taps both read: int64, [n_taps, n_taps].
+        """Return, for each two taps, how many (output pixel, input pixel) pairs both read: int64, [n_taps, n_taps].
 
         The diagonal counts the positions of each tap. If nothing wraps, reflects or is replicated, two taps of one
-        output pixel never read the same input pixel, and all else is 0. With ``E`` the matrix that puts a convolution's
-        weights into blocks, this is ``E^T E``; see :class:`ConvTaps`.
+        output pixel never read the same input pixel, and all other entries are 0. If ``E`` is the matrix that puts a
+        convolution's weights into blocks, this is ``E^T E``; see :class:`ConvTaps`.
         """
         axes = []
         for axis in range(len(self.input_size)):
@@ -176,7 +176,7 @@ class ConvGeometry:
 def values_bytes(
     blocks: int, in_channels: int, out_channels: int, groups: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the bytes of ``values``: a block of ``groups x in_channels/groups x out_channels/groups`` for each pair.
+    """Return the bytes of a layer's ``values``, with ``groups x in_channels/groups x out_channels/groups`` per block.
 
     Args:
         blocks: ``nnz`` of a pattern, or :meth:`ConvGeometry.count_blocks` before there is one.

@@ -75,8 +75,8 @@ def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | N
         kernel_size, center: as for :func:`tap_distances`.
         factors: ``g``. Two numbers are always the pair ``(gamma, eta)``: gamma at distance 0, 1 for distances up to 1,
             eta beyond. Any other count must be the number of :func:`distance_classes`, with one factor for each,
-            nearest first. A kernel of exactly two classes, such as 1x3, thus takes only a pair: gamma alone can set
-            every ratio, and eta applies to no tap.
+            nearest first. A kernel of exactly two classes, such as 1x3, thus accepts only a pair. Gamma alone can set
+            every ratio there, and eta applies to no tap.
 
     Returns:
         float64 tensor of shape ``kernel_size``; ``(1, 1)`` gives exactly ones.
@@ -114,10 +114,10 @@ def relative_decay(index: Tensor, distances: Sequence[float], factors: Sequence[
 def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> Tensor:
     """Return the ring of every tap, counted from the outside in: half-rings or full rings (eqs. 17-19, Fig. 2).
 
-    Equations and figure are the draft's. Rings are peeled one by one from the box of remaining taps, along every axis
-    still longer than 1. A half ring takes one end of each axis, top-left (the first index) and bottom-right (the last)
-    in turn, so that a cubic kernel of size ``s`` is left with sizes ``s - 1, s - 2, ..., 1``; a full ring takes both
-    ends. The last ring is the one tap that then remains.
+    Equations and figure are those of the draft. Rings are peeled one by one from the box of remaining taps, along every
+    axis still longer than 1. A half ring takes one end of each axis, top-left (the first index) and bottom-right (the
+    last) in turn, so a cubic kernel of size ``s`` is left with sizes ``s - 1, s - 2, ..., 1``. A full ring takes both
+    ends. The last ring is the single tap that then remains.
 
     Args:
         kernel_size: int or one to three ints, each at least 1.

@@ -35,8 +35,8 @@ def deviation(model: nn.Module) -> Deviation:
     """Return how far a model is from the nearest network of convolutions.
 
     The norm is taken over the parameters of all layers. Parameters of layers other than locally connected ones, biases
-    included, count as local and shared. Biases of locally connected layers count as local, and as shared as far as they
-    agree at all output pixels. Zero padding, for which a full layer has no pixels, does not count.
+    included, count as local and shared. Biases of locally connected layers count as local, and as shared to the extent
+    that they agree at all output pixels. Zero padding does not count, because a full layer has no pixels for it.
 
     Args:
         model: a locally connected layer, or a model that contains some.

@@ -39,20 +39,21 @@ def to_efcn(
             a copy is run once to learn the sizes of the convolutions' inputs.
         example_inputs: a batch, or a sequence of the model's positional arguments. The batch size may be 1.
         relax: ``"sharing"`` gives each position weights of its own for the pixels that the convolution reads (LCN);
-            ``"all"`` gives it weights for all pixels, the additional ones being zero at first (eFCN); an int extends
-            the receptive field by that many pixels on each side, as :meth:`LocallyConnected2d.grow` does.
+            ``"all"`` gives it weights for all pixels, where the additional ones are zero at first (eFCN); an int
+            extends the receptive field by that many pixels on each side, as :meth:`LocallyConnected2d.grow` does.
         layers: names of convolutions, or of modules all of whose convolutions are selected; None selects all.
         memory_limit: bytes that the weights and biases of the new layers may take; None: half of the free memory on
             their device. Gradients take as much again, and an optimizer's state one or two times that.
+
     Returns:
         The copy, in the model's training mode, with each parameter's ``requires_grad``.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the model does not run on the example, or a name does not exist; a convolution, which the message
-            names, is called with inputs of several sizes or not at all, shares its weight or is used otherwise than by
-            calling it, has hooks or a parametrization, or is a module of another class than those three; a convolution
-            is called outside of such modules.
+        ValueError: the model does not run on the example, or a name does not exist. A convolution, which the message
+            names, is called with inputs of several sizes or not at all, shares its weight, is used in other ways than
+            by calling it, has hooks or a parametrization, or is a module of another class than those three. A
+            convolution is called outside of such modules.
         MemoryError: the layers would exceed the limit; the message has the forecast for each layer.
 
     Source:

@@ -116,10 +116,10 @@ class LocallyConnectedNd(nn.Module):
 
         Args:
             like: ``"conv"`` initialises like nn.Conv: each output pixel has weights of its own, uniform between
-                ``+-1 / sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel, their weights add up,
-                and blocks outside of the receptive field become zero. ``"linear"`` initialises like nn.Linear: all
-                blocks of a grown layer alike, the root containing the number of inputs for which an output pixel has
-                blocks.
+                ``+-1 / sqrt(n_taps * C_in / groups)``. Where several of its taps read one pixel, their weights add up.
+                Blocks outside of the receptive field become zero. ``"linear"`` initialises like nn.Linear: all blocks
+                of a grown layer alike, uniform between ``+-1 / sqrt(n)``, where an output pixel has blocks for ``n``
+                inputs.
 
         Raises:
             ValueError: ``like`` is unknown.
@@ -143,9 +143,9 @@ class LocallyConnectedNd(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``input`` has none.
 
-        The output is ``channels_last`` if ``input`` is, also with circular padding, where that of nn.Conv is not; then
-        no activations are copied. Otherwise it is contiguous, and ``input`` and the output are converted once in each
-        pass.
+        If ``input`` is ``channels_last``, so is the output, and no activations are copied. (With circular padding, the
+        output of nn.Conv is not.) Otherwise the output is contiguous, and ``input`` and the output are converted once
+        in each pass.
 
         Raises:
             TypeError: ``input`` is not a tensor, or its dtype or device is not that of the layer.
@@ -168,7 +168,7 @@ class LocallyConnectedNd(nn.Module):
 
     @classmethod
     def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:
-        """Return the layer that computes the same as a convolution, each position having weights of its own.
+        """Return the layer that computes the same as a convolution, with separate weights at each position.
 
         Args:
             conv: an nn.Conv module with the same number of axes and any geometry. The layer takes over its dtype,
@@ -187,8 +187,8 @@ class LocallyConnectedNd(nn.Module):
 
         The weights of each tap are the means of its blocks over positions, and the biases the means over output pixels.
         Where taps share blocks, on small images with circular, reflected or replicated padding, the weights are the
-        least squares solution. Blocks outside of the receptive fields are lost; :func:`loco_ext.nn.deviation` says how
-        much that is.
+        least squares solution. Blocks outside of the receptive fields are lost; :func:`loco_ext.nn.deviation` measures
+        how much that is.
 
         Returns:
             An nn.Conv module; if the padding before and after differs, an nn.Sequential of a padding module and it.
@@ -196,9 +196,9 @@ class LocallyConnectedNd(nn.Module):
         return to_conv(self)
 
     def to_dense(self) -> nn.Linear:
-        """Return the same map as an nn.Linear, with zeros.
+        """Return an nn.Linear that computes the same map, with zeros where this layer has no weights.
 
-        Its result ``linear(x.flatten(1)).view(layer(x).shape)`` is equal to ``layer(x)``.
+        ``linear(x.flatten(1)).view(layer(x).shape)`` is equal to ``layer(x)``.
 
         Its weight has ``C_out * n_out * C_in * n_in`` elements: 17 GB in float32 for 64 channels of 32x32 pixels.
         """
@@ -206,7 +206,7 @@ class LocallyConnectedNd(nn.Module):
 
     @torch.inference_mode(False)  # the new blocks and pattern are for training, whatever mode the caller is in
     def grow(self, radius: int, optimizer: Optimizer | None = None) -> Self:
-        """Add blocks to each output pixel for the input pixels at most ``radius`` around those that it has, in place.
+        """Add blocks to each output pixel for all input pixels at most ``radius`` from those that it reads, in place.
 
         The new blocks are zero and the output is unchanged, bit for bit. A ``radius`` as large as the image connects
         all pixels. Call it between two training steps: ``weight`` stays the same object, with more blocks, and its

@@ -44,26 +44,27 @@ def block_sparse_matmul(
 ) -> Tensor:
     """Return ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``, by groups.
 
-    The result is differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and
-    ``values`` are saved for that. Half precision is summed in float32. Results are bitwise independent of the number of
-    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs ``values`` in float32 are
-    converted as they are read, and their gradient is not rounded to autocast's dtype. On NVIDIA GPUs float32 is
-    multiplied in TF32 where convolutions are, by ``torch.backends.cudnn.conv.fp32_precision``.
-
-    ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
-    channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the
-    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place. Large NCHW images on a GPU are
-    copied only once, by a kernel that also casts under autocast; that copy is saved in place of ``x``, and the gradient
-    of ``x`` has its order in memory.
+    - *Gradients.* The result is differentiable any number of times in ``x``, ``values`` and ``bias``. Only ``x`` and
+      ``values`` are saved for backward.
+    - *Precision.* Half precision is summed in float32. Results are bitwise independent of the number of threads. On
+      NVIDIA GPUs float32 is multiplied in TF32 if convolutions are, as ``torch.backends.cudnn.conv.fp32_precision``
+      says.
+    - *Autocast.* It computes in autocast's dtype, as ``torch.matmul`` does. On GPUs, ``values`` in float32 are
+      converted as they are read, and their gradient is not rounded to autocast's dtype.
+    - *Memory formats.* ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy.
+      Activations whose channels are not adjacent in memory are copied once in each pass. If blocks have one element
+      (depthwise), the forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place. Large NCHW
+      images on a GPU are copied only once, by a kernel that also casts under autocast. That copy is saved in place of
+      ``x``, and the gradient of ``x`` has the copy's order in memory.
 
     Args:
         x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.
         values: ``(nnz, groups, C_in / groups, C_out / groups)``, a block for each pair of the pattern.
         pattern: a BlockPattern on the device of ``x``.
         bias: ``(n_out, C_out)``.
-        consume: receives the gradient of ``values``, which then get none. Backward calls it once with an iterator over
-            pairs of a slice of the blocks and their gradient, which it computes on the way. All else of the pass is
-            done by then, so that ``consume`` may change ``values``.
+        consume: function that receives the gradient of ``values``, which then have no gradient of their own. Backward
+            calls it once, with an iterator over pairs of a slice of the blocks and their gradient, which the iterator
+            computes step by step. The rest of the pass is done by then, so ``consume`` may change ``values``.
 
     Returns:
         ``(N, n_out, C_out)``, contiguous.
@@ -72,7 +73,7 @@ def block_sparse_matmul(
         TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; ``pattern`` is no
             BlockPattern; ``consume`` cannot be called.
         ValueError: shapes that do not match each other or the pattern.
-        RuntimeError: with ``consume``, in code that torch.compile traces, and in backward with ``create_graph``.
+        RuntimeError: with ``consume``, in code that torch.compile traces, or in backward with ``create_graph``.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 2.

@@ -31,7 +31,7 @@ def mixed_conv2d(
     add: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """Return a 2-d convolution in parts; the filters of each part have a size and a padding of their own.
+    """Return a 2-d convolution in parts; each part has its own filter size and padding.
 
     If nothing is differentiated, CPU kernels compute all parts at once, each filter with only its own taps, in the
     time that its MACs take, however few filters there are. Results are bitwise independent of the number of threads.
@@ -44,8 +44,8 @@ def mixed_conv2d(
         biases: one tensor per part, ``(filters,)``; or empty for no biases.
         pads: for each part, the rows of zeros above and below the image and the columns left and right of it; a
             negative number crops rows or columns of the image. The results of all parts must have the same size.
-        order: int64, ``(C_out,)``: for each channel of the result, the index of its filter counted over all parts; None
-            keeps the order of the parts.
+        order: int64, ``(C_out,)``: for each channel of the result, the index of its filter among those of all parts;
+            None keeps the order of the parts.
         stride, dilation: along height and width.
         add: a tensor added to the result, as by ``torch.add``; the CPU kernels fuse it if it has the result's shape and
             dtype.

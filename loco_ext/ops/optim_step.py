@@ -1,26 +1,29 @@
 """The fused optimizer step: one call updates all parameters of all groups that share a rule, in place.
 
-Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, and ``group_index[i]`` is
-the row of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to
-its parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight
-is the row's ``weight_decay`` times the map's entry for it (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda).
+Lists have one entry per parameter, in the order of ``params``. ``hyper`` is a float64 CPU tensor with one row per
+group, and ``group_index[i]`` is the row of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each
+of any shape that broadcasts to its parameters; ``map_index[i]`` is the index of parameter ``i``'s map, -1 for uniform
+decay. The decay coefficient of a weight is the row's ``weight_decay`` times the map's entry for it (LOCO-REG, eq. 6.1;
+torch's ``weight_decay`` is 2*lambda).
 
 ``penalties`` has one entry for each parameter, or is empty. With a :class:`StepPenalty` the step of a convolution's
-weight ends with the exact prox of that penalty: for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)``
-(lr without momentum; for the squared part the square root of that), for Adam in the metric
-``(sqrt(v / (1 - beta2^t)) + eps) / lr``. Only then do weights converge to the minimum of loss and penalty. Compiled
-kernels apply the prox of Euclidean norms at the end of the step. It follows the step in calls of its own where norms
-are largest weights or filters are joint, in Triton, and for a :class:`LayerPenalty`, which may be any function.
+weight ends with the exact prox of that penalty. For SGD, thresholds are multiplied by
+``lr * (1 - dampening) / (1 - momentum)`` (lr without momentum), those of the squared part by the square root of that.
+For Adam, the prox is in the metric ``(sqrt(v / (1 - beta2^t)) + eps) / lr``. Only then do weights converge to the
+minimum of loss and penalty. Compiled kernels apply the prox of Euclidean norms at the end of the step. The prox follows
+the step in separate calls with ``linf`` or ``joint``, in Triton, and for a :class:`LayerPenalty`, which may be any
+function.
 
-``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
-row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself, without a host sync.
+``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the index of the one that replaces the
+learning rate in row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself, without
+a host sync.
 
 Parameters, gradients and states may differ in dtype (float32, float64, bfloat16, float16) and strides. Arithmetic is in
 float64 for float64 parameters and in float32 for all others, rounded once when stored. ``seed`` makes that rounding
 stochastic for bfloat16 parameters and their bfloat16 states (Philox4x32-10 of the element's index, ``ordinals[i]`` and
 ``rounding_step``: the same for any layout, backend and number of threads).
 
-If ``found_inf`` is not zero, nothing changes. Gradients are divided by ``grad_scale``, in memory too.
+If ``found_inf`` is not zero, nothing changes. Gradients are divided by ``grad_scale``, also in memory.
 
 All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices
 and for memory that would be written twice; nothing is written then.
@@ -74,14 +77,15 @@ def optim_step_sgd(
 ) -> None:
     """Make an SGD step as torch.optim: ``b = mu*b + (1 - dampening)*d``, ``w -= lr * (d + mu*b if nesterov else b)``.
 
-    ``mu`` is the momentum and ``d`` the gradient with its decay.
+    ``mu`` is the momentum and ``d`` the gradient with its decay. ``help(loco_ext.ops.optim_step)`` describes the
+    arguments that are missing below.
 
     Args:
         params, grads: the parameters to step and their gradients, of the same shapes.
         momentum_buffers: one per parameter, or empty for SGD without momentum.
         hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
         first: 1 where the buffer is uninitialised and becomes ``d``; default or empty: all 0.
-        l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
+        l1: the decay's gradient is the sign of the weight instead of the weight (LOCO-REG, section 6).
 
     Example:
         >>> import torch
@@ -142,6 +146,8 @@ def optim_step_adam(
     rounding_step: int = 0,
 ) -> None:
     """Make an Adam step as torch.optim; ``decoupled=True``: AdamW, with ``w *= 1 - lr*weight_decay*map`` before it.
+
+    ``help(loco_ext.ops.optim_step)`` describes the arguments that are missing below.
 
     Args:
         params, grads: the parameters to step and their gradients, of the same shapes.

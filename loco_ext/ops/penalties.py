@@ -18,8 +18,9 @@ class StepPenalty:
 
     If ``joint``, the squared sum runs over all filters. With ``scales``, the penalty is on the filters' directions, as
     :class:`loco_ext.sparsity.FoldedPenalty` describes. The ``t_n`` or ``q_n`` of filter ``j`` are multiplied by
-    ``scales[0, j]``. The filter keeps its length. In Adam, the gradient has the part of the penalty that pulls along
-    the filter. Only compiled kernels on the CPU take such a penalty, for contiguous and channels_last weights.
+    ``scales[0, j]``. The filter keeps its length. In Adam, the step adds the part of the penalty that pulls along the
+    filter to the gradient. Only compiled kernels on the CPU accept ``scales``, for contiguous and channels_last
+    weights.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
@@ -32,7 +33,7 @@ class StepPenalty:
 
     Raises:
         TypeError: thresholds or scales are not float64 on the CPU.
-        ValueError: more than 64 groups, or scales of another shape or together with a penalty that takes none.
+        ValueError: there are more than 64 groups; scales have another shape, or other arguments exclude them.
 
     Example:
         >>> import torch
@@ -81,7 +82,7 @@ class StepPenalty:
     def scaled(self, step: float | Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
         """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them.
 
-        They are on the ``device``, or without one on the CPU, where a step that is a tensor cannot scale them.
+        They are on ``device``. Without one they are on the CPU, and ``step`` has to be a number.
         """
         t, q = (None if copies is None else copies.on(device or torch.device("cpu")) for copies in self._copies)
         assert t is not None

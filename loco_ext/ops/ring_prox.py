@@ -130,9 +130,9 @@ def ring_prox(
 
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
-    Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its filter. Infinite weights stay, and ``squared`` does not act on their filter, unless ``joint``. The
-    result has no gradient, also under torch.func.
+    Which weights become zero is exact: no tolerance is involved. All rings before the last vanishing ring vanish too. A
+    NaN spreads in its filter. Infinite weights stay, and ``squared`` does not act on their filter, unless ``joint``.
+    The result has no gradient, also under torch.func.
 
     Args:
         weight: ``(C_out, channels, *taps)``; not modified.

@@ -28,7 +28,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
     """torch.optim.Adam in one fused call for all parameters, with weight decay that may depend on the tap.
 
     Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. A ``penalty`` is
-    applied as a prox in Adam's own metric ``(sqrt(v_hat) + eps) / lr``, and so leads to the same minimum as with SGD.
+    applied as a prox in Adam's own metric ``(sqrt(v_hat) + eps) / lr``, so it leads to the same minimum as with SGD.
     ``locality``, ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are
     as for :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
 
@@ -90,10 +90,10 @@ class Adam(_FusedAdam, torch.optim.Adam):
 class AdamW(_FusedAdam, torch.optim.AdamW):
     """torch.optim.AdamW in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. That is not part of the objective
-    whose minimum a ``penalty`` (see :class:`Adam`) leads to. ``locality``, ``state_dtype``, ``stochastic_rounding``,
-    ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all other arguments are
-    torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
+    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. A ``penalty`` (see :class:`Adam`)
+    leads to the minimum of an objective that does not include this decay. ``locality``, ``state_dtype``,
+    ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all
+    other arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
 
     .. warning::
         As in :class:`loco_ext.optim.SGD`, a single penalty with a bare list of parameters mistakes the weight of a

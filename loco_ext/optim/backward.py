@@ -29,7 +29,7 @@ class StepsInBackward:
         optimizer._refresh()
 
     def remove(self) -> None:
-        """End stepping in backward: the layers have gradients again, and ``optimizer.step()`` steps them."""
+        """Stop stepping in backward: the layers have gradients again, and ``optimizer.step()`` steps them."""
         ended = {id(layer._backward_step.weight) for layer in self._layers}
         for layer in self._layers:
             layer._backward_step = None
@@ -42,34 +42,34 @@ class StepsInBackward:
 def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInBackward:
     """Make ``backward()`` itself step the blocks of the model's locally connected layers from now on.
 
-    Each layer's ``weight`` is stepped as soon as backward has passed it, in parts: a part's gradient is computed, used
-    and freed, and ``weight.grad`` stays None. That saves the memory of all these gradients, which is as much as the
-    weights themselves take; fully grown layers are most of a model. The weights become what ``optimizer.step()`` would
-    have made of them, bit for bit, with the group's options of that moment, decay maps and states;
-    ``optimizer.step()`` steps everything else as before.
+    As soon as backward has passed a layer, it steps the layer's ``weight`` part by part: it computes the gradient of a
+    part, uses it and frees it. ``weight.grad`` stays None. This saves the memory of these gradients, which is as much
+    as that of the weights; fully grown layers hold most of a model's weights. The results are those of
+    ``optimizer.step()``, bit for bit, with the group's current options, decay maps and states. ``optimizer.step()``
+    steps everything else as before.
 
-    Every ``backward()`` that reaches the weights is then a step: gradients cannot be accumulated over several calls,
-    clipped, scaled or passed to hooks of ``weight``. The loss must depend on ``weight`` through its layer alone, used
-    once in a forward, in at most one reentrant checkpoint. A side stream must have ended before ``weight`` is used
-    again.
+    Every ``backward()`` that reaches the weights is then a step. Gradients cannot be accumulated over several calls,
+    clipped, scaled or passed to hooks of ``weight``. The loss must depend on ``weight`` only through its layer. A
+    forward must use the layer once, in at most one reentrant checkpoint. A side stream must have ended before
+    ``weight`` is used again.
 
     Args:
-        optimizer: an SGD, Adam or AdamW of this package that has the ``weight`` of these layers, without ``penalty``,
-            ``stochastic_rounding``, ``foreach`` and ``differentiable``.
+        optimizer: an SGD, Adam or AdamW of this package that has the ``weight`` of these layers, in groups without
+            ``penalty``, ``stochastic_rounding``, ``foreach`` and ``differentiable``.
         model: a module with locally connected layers. Its deep copies have ordinary gradients.
 
     Returns:
         A handle whose ``remove()`` ends stepping in backward.
 
     Raises:
-        TypeError: ``optimizer`` is another one; ``model`` is no module; a ``weight`` is not an ordinary parameter, such
-            as a sharded one.
-        ValueError: the model has no such layer, or one whose ``weight`` the optimizer lacks or that steps in backward
-            already; the group has one of the options excluded above.
-        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients), at
-            a layer's second use, or with states of another size; in ``optimizer.step()``, with a GradScaler, or if
-            a ``weight`` has also got a gradient by another path, as backward has stepped it already; in a forward
-            that torch.compile traces whole.
+        TypeError: ``optimizer`` is of another class; ``model`` is not a module; a ``weight`` is not an ordinary
+            parameter, for example if it is sharded.
+        ValueError: the model has no such layer; the optimizer lacks a layer's ``weight``; a layer already steps in
+            backward, or its ``weight`` has a gradient; a group has one of the options excluded above.
+        RuntimeError: in backward with ``create_graph``, in several processes (nothing would average the gradients), at
+            a layer's second use, or if a state has another size than its weight. In ``optimizer.step()`` with a
+            GradScaler, or if a ``weight`` has a gradient by another path, because backward has already stepped it. In a
+            forward that torch.compile traces as a whole.
 
     Example:
         >>> import torch

@@ -148,7 +148,7 @@ class LocalityOptimizer(Optimizer):
         return plan
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one optimization step; ``closure``, if given, reevaluates the model, and its loss is returned."""
+        """Make one optimization step; return the loss of ``closure``, if given, which reevaluates the model."""
         # The step is one operator call, from which a compiler gains nothing; asking here is cheaper than a wrapper.
         return self._step_uncompiled(closure) if torch.compiler.is_compiling() else self._step(closure)
 
@@ -361,10 +361,10 @@ class LocalityOptimizer(Optimizer):
         """Load a checkpoint of this class or of the torch.optim class of the same name.
 
         Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach``
-        and ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
+        and ``fused`` as they are. States get the dtype that the group asks for and the strides of their parameters.
 
         Raises:
-            TypeError, ValueError: naming a state that does not fit its parameter; nothing has been changed then.
+            TypeError, ValueError: naming a state that does not fit its parameter. Nothing is changed then.
         """
 
         loaded: dict[str, Any] = {}

@@ -33,35 +33,41 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: convolution weights, other decayed weights, and undecayed parameters.
 
-    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, but each layer named in ``per_layer`` gets
-    its own entry; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. The blocks of
-    locally connected layers are convolution weights, too: their decay depends on how far a block lies from the middle
-    of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), also after growth and pruning.
-    Biases, the parameters of normalisation layers and other vectors are not decayed. Everything else is decayed
-    uniformly, including position embeddings of any shape. A shared parameter appears once, with the entry of the first
-    module that has one; empty groups are left out.
+    The groups are:
 
-    If torch's weight_norm, spectral_norm or prune compute a convolution's weight, the parameter with its filters gets
-    the ``locality``: the direction, the weight before scaling, or the weight before masking. If a scale follows, as
-    before batch norm, decay acts on the ratios of taps alone. Pruned weights take a ``penalty``: its minimum has zeros
-    where the mask has some. Weights that are scaled afterwards take none, as there is no such minimum.
+    - *Convolution weights*: those of Conv and ConvTranspose modules, and the blocks of locally connected layers. Each
+      layer named in ``per_layer`` gets its own entry, all others get ``locality``. All but those of ConvTranspose
+      modules also get ``penalty``, 1x1 convolutions included. The decay of a block depends on its distance from the
+      middle of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), also after growth and
+      pruning.
+    - *Other decayed weights*: everything that is in no other group, including position embeddings of any shape. Their
+      decay is uniform.
+    - *Undecayed parameters*: biases, the parameters of normalisation layers and other vectors.
+
+    A shared parameter appears once, with the entry of the first module that has one. Empty groups are left out.
+
+    If torch's weight_norm, spectral_norm or prune computes a convolution's weight, ``locality`` applies to the
+    parameter that holds the filters: the direction, the weight before scaling, or the weight before masking. If a scale
+    follows, as before batch norm, decay only acts on the ratios of taps. Pruned weights can have a ``penalty``, because
+    its minimum is zero wherever the mask is. Weights that are scaled afterwards cannot, because they have no such
+    minimum.
 
     Args:
-        model: its parameters may be frozen, so that they can be unfrozen later.
+        model: frozen parameters are included, so that they can be unfrozen later.
         weight_decay: of the first two groups, in torch's convention (the paper's lambda times 2), finite, at least 0.
         locality: None, ``(gamma, eta)`` or one factor per distance class.
-        penalty: None, one penalty for every Conv module's weight, or a mapping of module names to penalties, in which
-            the others have none (as from :func:`loco_ext.sparsity.folded_penalties`). A ConvTranspose takes none: its
-            filters lie along another axis.
-        per_layer: module names, as in ``model.named_modules()``, mapped to such a locality.
+        penalty: None, one penalty for every Conv module's weight, or a mapping from module names to penalties (as from
+            :func:`loco_ext.sparsity.folded_penalties`), where modules without an entry have none. A ConvTranspose
+            accepts none, because its filters lie along another axis.
+        per_layer: a mapping from module names, as in ``model.named_modules()``, to values like ``locality``.
 
     Raises:
-        TypeError, ValueError: naming the argument, the expectation and the value received; also if ``per_layer`` or
-            ``penalty`` names no convolution of the model, or one whose weight is computed in a way that keeps it from
-            acting, or if a lazy module has not run yet.
+        TypeError, ValueError: naming the argument, the expectation and the value received. Also if ``per_layer`` or
+            ``penalty`` names a module that is no convolution of the model, or a convolution whose weight is computed
+            such that the entry could not act on it; or if a lazy module has not run yet.
 
     Warns:
-        UserWarning: a ``locality`` without weight decay or without a convolution, or one that cannot act on some.
+        UserWarning: ``locality`` is given but there is no weight decay, no convolution, or one that it cannot act on.
 
     Example:
         >>> from torch import nn

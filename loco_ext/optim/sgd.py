@@ -19,31 +19,32 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
     """torch.optim.SGD in one fused call for all parameters, with weight decay that may depend on the tap.
 
     Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With ``locality``, the
-    decay of a convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (LOCO-REG, section 6,
-    eq. 6.1). The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``: torch's ``weight_decay`` is ``2*lambda``.
+    decay of a convolution's weights is multiplied by a map over the kernel's taps, whose mean is 1 (LOCO-REG, section
+    6, eq. 6.1). The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``, so torch's ``weight_decay`` is
+    ``2*lambda``.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-        foreach: True takes torch's foreach path, after the map has been applied.
-        differentiable: True takes torch's differentiable path, likewise.
-        fused: None or True takes this package's kernels; with True they also unscale gradients for GradScaler. False
-            takes the PyTorch reference.
+        foreach: True uses torch's foreach path, after the map has been applied.
+        differentiable: True uses torch's differentiable path, after the map has been applied.
+        fused: None or True uses this package's kernels; with True they also unscale gradients for GradScaler. False
+            uses the PyTorch reference.
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
             parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
             and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
         penalty: None, a :class:`loco_ext.sparsity.RingPenalty`, ``KernelPenalty`` or ``FoldedPenalty``, or a list with
-            one such entry per parameter; a single penalty applies to the same parameters as a tuple ``locality``. Its
-            exact prox ends every step, so that rings and filters become exactly zero. Its strength is relative to the
-            loss: the thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
+            one such entry per parameter. A single penalty applies to the same parameters as a tuple ``locality``. Every
+            step ends with the penalty's exact prox, so rings and filters become exactly zero. The strength is relative
+            to the loss: the thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
         norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
         state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
         stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
 
     .. warning::
-        In a bare list of parameters nothing tells the weight of a ConvTranspose from that of a convolution: a single
-        penalty would take the slices along its first axis, the input channels, for filters, which lie along the second.
-        :func:`parameter_groups` gives it none, and refuses a penalty for weights that torch's weight_norm or
-        spectral_norm scale.
+        In a bare list of parameters, the weight of a ConvTranspose looks like that of a convolution. A single penalty
+        would treat the slices along its first axis, the input channels, as filters, but its filters lie along the
+        second axis. :func:`parameter_groups` gives such a weight no penalty, and refuses a penalty for weights that
+        torch's weight_norm or spectral_norm scales.
 
     Raises:
         TypeError, ValueError: naming the argument, the expectation and the value received.

@@ -13,9 +13,9 @@ from loco_ext.ops import LayerPenalty, StepPenalty
 
 @dataclass(frozen=True)
 class Penalty(ABC):
-    """Base class of all penalties, frozen dataclasses that hold a penalty's settings.
+    """Base class of all penalties, which are frozen dataclasses that hold the penalty's settings.
 
-    A checkpoint holds the settings alone: an optimizer that loads those of a class of your own must have a penalty of
+    A checkpoint holds only the settings. To load those of a class of your own, the optimizer must have a penalty of
     this class in the same place.
 
     Example:
@@ -41,7 +41,7 @@ class Penalty(ABC):
         """
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return the class name and the settings, as checkpoints store them: they load without code."""
+        """Return the class name and the settings, as checkpoints store them; loading them runs no code."""
         if self._stored is not None:
             return (type(self).__name__, getattr(self, self._stored).to_plain())
         return (type(self).__name__, *(getattr(self, each.name) for each in fields(self)))

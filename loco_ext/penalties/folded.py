@@ -24,34 +24,36 @@ from loco_ext.reference.dtypes import compute_dtype
 
 @dataclass(frozen=True)
 class FoldedPenalty(Penalty):
-    """A penalty on the filters of a convolution after the batch norm behind it is folded into it.
+    """A penalty on the filters that a convolution has once the batch norm behind it is folded into it.
 
     The folded filter ``j`` is ``z_j = gamma_j k_j / sigma_j``, with the norm's weight gamma and
     ``sigma = sqrt(running_var + eps)``. Shrinking ``k`` alone does not change ``z``, since sigma is proportional to
-    ``||k||`` (the draft's eqs. 30-31). The penalty therefore acts on both factors: on the length of ``z`` through
-    gamma, and on its direction, where there are several rings, through ``k``, whose norm it keeps. With
-    ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to ``||k||``, its gradient for gamma is
-    ``strength * Omega(k) / sigma``, and its gradient for ``k`` has no part along ``k``. Where both balance the
+    ``||k||`` (the draft's eqs. 30-31). The penalty therefore acts on both factors. Through gamma it acts on the length
+    of ``z``. If there are several rings, it also acts on the direction of ``z``, through ``k``, whose norm it keeps.
+
+    Let ``P(k, gamma) = strength * Omega(gamma k / sigma)``, with sigma proportional to ``||k||``. Its gradient for
+    gamma is ``strength * Omega(k) / sigma``, and its gradient for ``k`` has no part along ``k``. Where both balance the
     gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``, which is the optimality
-    condition for the sum of loss and penalty. This is exact if the convolution's inputs are white; otherwise sigma also
+    condition for the sum of loss and penalty. This is exact if the convolution's inputs are white. Otherwise sigma also
     depends on the direction of ``k``, which the penalty ignores. While the norm is in evaluation mode, sigma does not
-    depend on ``k`` at all: the loss then has a gradient along ``k`` too, and training ends near the minimum.
+    depend on ``k`` at all. The loss then has a gradient along ``k`` too, and training ends near the minimum.
 
-    Rings that vanish are zeros in ``k``. A filter that vanishes is a zero in gamma; its ``k`` keeps its direction, so
-    that the filter can come back when the loss requires it: in that direction alone, as the loss has no gradient for
-    ``k`` while gamma is zero. A filter whose gamma vanishes before ``k`` has turned may therefore stay zero though the
-    minimum has it, in SGD more than in Adam. (:func:`zero_dead_filters` clears ``k`` after training.)
+    A ring that vanishes becomes zeros in ``k``. A filter that vanishes becomes a zero in gamma. Its ``k`` keeps its
+    direction, so the filter can come back when the loss requires it, but only in that direction, because the loss has
+    no gradient for ``k`` while gamma is zero. A filter whose gamma vanishes before ``k`` has turned may therefore stay
+    zero even if it is not zero at the minimum, with SGD more than with Adam. (:func:`zero_dead_filters` clears ``k``
+    after training.)
 
-    The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight; the norm's weight must be a
+    The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight. The norm's weight must be a
     parameter of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a
     gradient, with the learning rate, momentum and metric of its own group. In several processes the running variances
     must agree, as those of SyncBatchNorm do.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
-        batch_norm: the batch norm that takes the convolution's output; it must have a weight (``affine=True``) and
-            track running statistics. See :func:`folded_penalties`. An optimizer's checkpoint does not contain it: it
-            has to be loaded into an optimizer that has a FoldedPenalty in the same place.
+        batch_norm: the batch norm that receives the convolution's output. It must have a weight (``affine=True``) and
+            track running statistics. See :func:`folded_penalties`. An optimizer's checkpoint does not contain it; load
+            the checkpoint into an optimizer that has a FoldedPenalty in the same place.
 
     Raises:
         TypeError, ValueError: the message names the argument; in use also if the numbers of channels differ.
@@ -86,8 +88,8 @@ class FoldedPenalty(Penalty):
     def value(self, weight: Tensor) -> Tensor:
         """Return the penalty of the folded filters: float64 scalar, differentiable for both weights.
 
-        As the network's function does not depend on the length of a filter in ``weight``, the gradient for ``weight``
-        has no part along the filter.
+        The network's output does not depend on the length of a filter in ``weight``, so the gradient for ``weight`` has
+        no part along the filter.
         """
         layers, inner = FoldedLayers([self.layer(weight)]), self.penalty
         dead = layers.lengths([weight.detach()]) == 0
@@ -97,13 +99,13 @@ class FoldedPenalty(Penalty):
         return inner.strength * inner.total(folded)
 
     def prox(self, weight: Tensor, step: float) -> tuple[Tensor, Tensor]:
-        """Return both factors after a step of the penalty alone; the arguments and the norm are not changed.
+        """Return new weights of convolution and norm after a step of the penalty alone; nothing is changed in place.
 
         The results have no gradients, also under torch.func.
 
         Args:
             weight: the convolution's weight.
-            step: size of the corresponding gradient step, in either factor; finite and at least 0.
+            step: size of the corresponding gradient step, for either weight; finite and at least 0.
 
         Returns:
             The convolution's weight, with the norm of each filter unchanged, and the norm's weight.
@@ -143,7 +145,7 @@ class FoldedPenalty(Penalty):
         self.layer(weight)
 
     def layer(self, weight: Tensor) -> FoldedLayer:
-        """Return what the penalty and this weight determine together; raise unless they fit each other."""
+        """Return the penalty with the batch norm and the filters of this weight; raise unless they fit each other."""
         check_convolution("weight", weight)
         if len(weight) != self.batch_norm.num_features:
             raise ValueError(

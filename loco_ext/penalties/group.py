@@ -88,9 +88,9 @@ class _GroupPenalty(Penalty):
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """Return the weight with every group of norm at most ``tau`` set to zero.
 
-        The draft's eqs. 15 and 23 end a training with :meth:`value` as a loss term this way, since it leaves groups
-        small but not zero. (Weights trained with :meth:`prox` need no such choice.) As groups are nested, each filter
-        loses the largest such group; its other weights stay.
+        In the draft (eqs. 15 and 23), a training with :meth:`value` as a loss term ends this way, because it leaves
+        groups small but not zero. (Weights trained with :meth:`prox` need no threshold.) Groups are nested, so each
+        filter loses the largest such group. Its other weights stay.
 
         Args:
             weight: a convolution's weight; it is not changed.
@@ -183,16 +183,17 @@ class RingPenalty(_GroupPenalty):
 
     Args:
         strength: the draft's alpha, finite and at least 0.
-        kind: ``"half"`` rings leave every size, ``"full"`` rings leave odd sizes and 0 (odd kernels only).
-        weighting: ``w_n``: ``"plain"`` is 1, ``"normalized"`` the group's number of weights to the power -1/2 (eq. 25,
-            the root mean square), ``"scaled"`` to the power 1/2 (eq. 29).
-        norm: norm of a group: ``"l2"``, or ``"linf"``, its largest weight.
+        kind: with ``"half"`` rings, filters can have every size; with ``"full"`` rings, odd sizes and 0 (odd kernels
+            only).
+        weighting: ``w_n`` of a group of ``m`` weights: ``"plain"`` is 1, ``"normalized"`` is ``m**-0.5`` (eq. 25, the
+            root mean square), ``"scaled"`` is ``m**0.5`` (eq. 29).
+        norm: norm of a group: ``"l2"``, or ``"linf"``, its largest absolute weight.
         power: 2 squares each filter's sum (eq. 33). Its prox sets outer rings to exactly zero, never a whole filter.
         first: the side that the outermost half ring is on, as for :func:`loco_ext.geometry.ring_index`.
 
     Raises:
-        TypeError, ValueError: the message names the argument; in use also for a tensor that is no convolution's weight,
-            for filters without a weight, and for even sizes with ``kind="full"``.
+        TypeError, ValueError: the message names the argument. In use also for a tensor that is not a convolution's
+            weight, for filters without a weight, and for even sizes with ``kind="full"``.
 
     Example:
         >>> import torch

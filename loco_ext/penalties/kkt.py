@@ -30,7 +30,7 @@ def kkt_residual(
 
     The residual is the distance of ``d*(weight - result)`` from the penalty's subdifferential at ``result``, divided by
     the norm of ``d*weight``. It is 0 if ``result`` is the optimum that :func:`ring_prox` computes. It does not depend
-    on how the result was found, and so can judge any method's result.
+    on how the result was found, so it can judge the result of any method.
 
     Args:
         weight, thresholds, kind, norm, metric, squared, first: as for :func:`ring_prox`.

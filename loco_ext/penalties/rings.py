@@ -92,10 +92,10 @@ def ring_prox(
 
 
 def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
-    """Return the size that is left of each filter along its longest axis.
+    """Return the remaining size of each filter along its longest axis.
 
-    ``m`` non-zero groups leave size ``m`` for half rings (eq. 20 of the draft) and ``2m - 1`` for rings; the size is 0
-    if the whole filter is zero.
+    With ``m`` non-zero groups, the size is ``m`` for half rings (eq. 20 of the draft) and ``2m - 1`` for full rings. It
+    is 0 if the whole filter is zero.
 
     Args:
         weight: a convolution's weight, ``(C_out, C_in/groups, *kernel_size)``. NaN counts as non-zero.

@@ -77,8 +77,8 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
     """Return, for each convolution, the least strength at which it stays zero once it is zero, all others being fixed.
 
     This is the dual norm of the loss's gradient with the layer's weight set to zero. If batch normalisation follows a
-    convolution, its gradient there is larger than elsewhere by the norm of its output over the square root of the
-    normalisation's eps, since normalisation removes any scale.
+    convolution, the gradient at zero is larger than elsewhere, because normalisation removes any scale. The factor is
+    the norm of the convolution's output over the square root of the normalisation's eps.
 
     Args:
         model: it is not changed, and is run in its current mode.

@@ -32,9 +32,9 @@ def importance_landscape(
         model: returns logits of shape ``(batch, classes)``.
         x: images ``(N, C, H, W)``, floating-point, on the model's device; or an iterable of batches, which are such
             tensors or begin with one, as those of a DataLoader do.
-        expectation: ``"sampled"`` takes the gradient of one logit for each image, drawn by the model's probabilities;
-            ``"exact"`` that of all logits, weighted by them.
-        chunk_size: most images to compute at once; None for a whole batch.
+        expectation: ``"sampled"`` uses the gradient of one logit for each image, drawn by the model's probabilities;
+            ``"exact"`` uses the gradients of all logits, weighted by these probabilities.
+        chunk_size: maximum number of images to compute at once; None for a whole batch.
         seed: seed of the classes that are drawn.
 
     Returns:
@@ -43,8 +43,8 @@ def importance_landscape(
 
     Raises:
         TypeError: ``model`` is not a module, ``seed`` no int, or images are not floating-point tensors.
-        ValueError: images that are not of shape ``(N, C, H, W)`` or of different sizes, or other outputs than logits,
-            which have to be differentiable.
+        ValueError: images are not of shape ``(N, C, H, W)`` or differ in size, or the outputs are not logits or not
+            differentiable.
         RuntimeError: by torch, for activation checkpoints with ``use_reentrant=True``.
 
     Source:

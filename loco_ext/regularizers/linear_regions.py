@@ -27,10 +27,10 @@ class Unit:
     """A unit whose bend is a boundary of a linear region.
 
     Attributes:
-        module: name of the module that bends; for a function, that of the module whose code calls it, and its name.
+        module: name of the module that bends; for a function, that of the module whose code calls it, and its own name.
         call: which of several calls of this module or function it is, from 0.
-        index: place of the unit in the module's input without the batch; for max-pooling that in its result, and the
-            tap of the window that the largest is compared with.
+        index: index of the unit in the module's input without the batch; for max-pooling, its index in the output, and
+            the tap of the window that the largest number is compared with.
 
     Example:
         >>> from loco_ext import regularizers
@@ -64,25 +64,25 @@ def region_radius(
     """Return the radius of the largest l_p ball around each sample in which the network is affine.
 
     It is the minimum of ``|z| / ||dz/dx||_q`` with ``1/p + 1/q = 1`` over all bends ``z``: pre-activations of ReLU,
-    leaky ReLU, PReLU, ReLU6, Hardtanh and abs, and for max-pooling the differences of the largest number of a window
-    to the others. Those that do not depend on the input around the sample have no boundary. The radius is 0 for a
-    sample on a boundary, as images of one colour are where convolutions without padding are max-pooled, and infinite if
-    there is no boundary.
+    leaky ReLU, PReLU, ReLU6, Hardtanh and abs, and for max-pooling the differences between the largest number of a
+    window and the others. Bends that do not depend on the input around the sample have no boundary. If there is no
+    boundary, the radius is infinite. It is 0 for a sample on a boundary, such as an image of one colour if convolutions
+    without padding are max-pooled.
 
-    Convolutions, linear and locally connected layers, sums, concatenations, average pooling and batch normalisations
-    and dropout in evaluation mode are affine; their weights may be parametrized, in evaluation mode where the
-    parametrization has buffers, as a spectral norm. Computed without TF32 or autocast.
+    These layers are affine: convolutions, linear and locally connected layers, sums, concatenations, average pooling,
+    and, in evaluation mode, batch normalisations and dropout. Their weights may be parametrized; a parametrization with
+    buffers, such as a spectral norm, has to be in evaluation mode. Everything is computed without TF32 or autocast.
 
-    The gradients take as many directions as the input has channels times the pixels that a unit depends on, at most;
-    for p = 2 and networks that begin with a linear layer, no more than that layer has units. Where units see the whole
-    image, a sample costs about as much as ``C * H * W`` forward passes: ResNet-18 with images of 32 x 32 pixels takes
-    3,072, a minute on one core of a CPU.
+    The gradients need at most as many directions as the input's channels times the pixels that a unit depends on. For
+    p = 2 and networks that begin with a linear layer, they need at most as many as that layer has units. Where units
+    see the whole image, a sample costs about as much as ``C * H * W`` forward passes: ResNet-18 with images of 32 x 32
+    pixels takes 3,072, a minute on one core of a CPU.
 
     Args:
-        model: network of one input, all layers as above; it is not changed, and neither are its modes. Wrappers of
-            torch.compile, of the model or its parts, and of DistributedDataParallel are looked through.
-        x: inputs ``[N, ...]``, float32 or float64 like the model's parameters; float64 for certificates that hold
-            up to 1e-10, float32 for up to 1e-4 or so, by its rounding errors.
+        model: network with one input and only layers as above. Neither it nor its modes are changed. Wrappers of
+            torch.compile, around the model or its parts, and of DistributedDataParallel are accepted and ignored.
+        x: inputs ``[N, ...]``, float32 or float64 like the model's parameters. Because of rounding errors, certificates
+            hold up to 1e-10 in float64, and up to about 1e-4 in float32.
         p: exponent of the norm, at least 1, or ``float("inf")``.
         return_unit: also return the unit whose boundary is nearest.
         memory_limit: bytes that the computation may use beside the model and ``x``, approximately.
@@ -94,7 +94,7 @@ def region_radius(
     Raises:
         TypeError: an argument has the wrong type, or the dtypes of ``x`` and the parameters differ or are others.
         ValueError: ``p`` is below 1, ``x`` has no axis of samples, or the limit is too small for one sample.
-        NotPiecewiseLinearError: a module of the model, which is named, is not known to be piecewise linear, or mixes
+        NotPiecewiseLinearError: a module, which the message names, is not known to be piecewise linear, or mixes
             samples. It is a ValueError.
 
     Source:
@@ -181,10 +181,10 @@ def dual_exponent(p: Any) -> float:
 
 @compiler.disable
 def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
-    """Return in how many different linear regions the samples are.
+    """Return the number of different linear regions that the samples are in.
 
     Two samples are in the same region if all units of the network are on the same linear piece for both: the same
-    pre-activations are positive, and the same numbers are the largest of pooling windows.
+    pre-activations are positive, and the largest numbers of pooling windows are at the same places.
 
     Args:
         model, x: as for :func:`region_radius`.

@@ -36,14 +36,13 @@ _UNCHANGED_BY = (*_VIEWS, "relu", "cat", "size")
 def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """Return the number of paths from an output to each input, on average over the outputs.
 
-    In a stack of linear layers at initialisation, the expected squared gradient of an output in an input is this number
-    times the product of the variances of the layers' weights. It is computed as a backward pass of ones through the
-    layers with weights of ones, for convolutions a transposed convolution.
+    In a stack of linear layers at initialisation, the expected squared gradient of an output with respect to an input
+    is this number times the product of the variances of the layers' weights. It is computed by a backward pass of ones
+    through the layers with weights of ones; for convolutions this is a transposed convolution.
 
     Args:
-        model: layers of convolutions, locally connected and linear layers, ReLUs, dropout and flattening, in any order
-            and with sums and concatenations of branches; neither subclasses of them nor layers whose weights are
-            computed.
+        model: convolutions, locally connected and linear layers, ReLUs, dropout and flattening, in any order, with sums
+            and concatenations of branches. Subclasses of them and layers whose weights are computed are errors.
         input_size: the shape of one input, such as ``(C, H, W)``.
 
     Returns:

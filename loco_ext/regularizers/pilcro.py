@@ -34,12 +34,14 @@ ROUTES = ("tangent", "double_backward")
 class PILCRO:
     """Loss on a classifier's importance landscape, to be added to the training loss.
 
-    Every ``every``-th call, from the first on, computes the loss and its exact gradient in the parameters without
-    differentiating a backward pass; the other calls return zero and cost nothing. The model runs in evaluation mode
-    without autocast; its flags, its running statistics and the RNG are left as they were, also when an exception is
-    raised. Buffers that a model's own code changes in evaluation mode are changed by these passes too.
-    Batch normalisations thus use their running statistics, and a batch of one image is as good as any. It runs outside
-    of graphs of torch.compile: call it outside of a function that is compiled with ``fullgraph=True``.
+    Every ``every``-th call, from the first on, computes the loss and its exact gradient with respect to the parameters,
+    without differentiating a backward pass. The other calls return zero and cost nothing.
+
+    The model runs in evaluation mode without autocast. Batch normalisations thus use their running statistics, and a
+    batch of one image is as good as any. The model's flags, its running statistics and the RNG are left as they were,
+    also when an exception is raised. Buffers that a model's own code changes in evaluation mode are changed by these
+    passes too. The loss is computed outside of graphs of torch.compile, so do not call it inside a function that is
+    compiled with ``fullgraph=True``.
 
     Under DistributedDataParallel each process regularises the landscape of its own batch. Add the loss to the training
     loss, so that one backward pass synchronises both. With gradient accumulation, call it once for each optimizer step.
@@ -49,25 +51,25 @@ class PILCRO:
         mode: ``"curvature"`` for the variance of the landscape's Laplacian, ``"target"`` for the squared distance of
             the landscape to ``target``.
         alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``. The curvature loss is far steeper than
-            the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
+            the target loss with a mean, because the centre of the Laplacian is -8; 0.1 is a usual value there.
         every: number of calls from one application to the next, T.
         target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; only for mode ``"target"``.
         laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; only for mode ``"curvature"``.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
-        reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
-            not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode
-            ``"target"`` alone: the curvature loss is a mean.
+        reduction: only for mode ``"target"``, because the curvature loss is a mean: ``"sum"`` over the pixels, as eq. 9
+            is printed, or ``"mean"``. None is ``"sum"``. The mean does not grow with the images; usual values of alpha
+            for it are 1 to 100.
         expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
-        chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
-            the whole batch in either case, unless the model has batch norms without running statistics, which take
-            those of the images that are computed at once.
+        chunk_size: maximum number of images to compute at once, to limit memory; None for the whole batch. The gradient
+            is that of the whole batch in either case, unless the model has batch norms without running statistics,
+            which use those of the images that are computed at once.
         route: how the gradient is computed: ``"tangent"``, or ``"double_backward"``, which is slower.
         seed: seed of the classes that are drawn.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type or value; at a call, the model's and images' as for
-            :func:`importance_landscape`, a target of another size, or no parameter that requires a gradient.
-        RuntimeError: at a call, as :func:`importance_landscape`.
+        TypeError, ValueError: an argument has a wrong type or value. In a call, as for :func:`importance_landscape`, or
+            if the target has another size or no parameter requires a gradient.
+        RuntimeError: in a call, as for :func:`importance_landscape`.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.3.
@@ -199,11 +201,11 @@ class PILCRO:
         return torch.rand(len(x), generator=generator, dtype=torch.float64, device="cpu").to(x.device)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of calls, from which training goes on."""
+        """Return the number of calls, to resume a training."""
         return {"calls": self._calls}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the calls of a :meth:`state_dict`."""
+        """Resume from the number of calls in a :meth:`state_dict`."""
         if not isinstance(state, Mapping) or "calls" not in state:
             raise TypeError(f"state: expected a mapping with the key 'calls', got {state!r}")
         self._calls = check_count("calls", state["calls"])

@@ -24,16 +24,15 @@ _MOST_EXACT = 1024  # directions up to which "auto" computes exactly
 
 
 class ROLL:
-    """Loss that asks for large pre-activations with small gradients: wide linear regions.
+    """Loss that rewards large pre-activations with small gradients, and so wide linear regions.
 
     It is ``strength`` times the mean over the samples of the mean over units of ``||dz/dx||^2 + hinge * max(0, 1 -
-    |z|)``, with the bends ``z`` of :func:`region_radius`. Add it to the training loss; its gradient in the parameters
-    comes with that of the loss, in one backward pass. It runs the model once more, without autocast, and outside of
-    graphs of torch.compile.
+    |z|)``, with the bends ``z`` of :func:`region_radius`. Add it to the training loss, so that one backward pass
+    computes both gradients. It runs the model once more, without autocast, and outside of graphs of torch.compile.
 
     Args:
         strength: factor of the loss, lambda in the paper.
-        hinge: factor of the margin's share, C in the paper.
+        hinge: factor of the margin's term, C in the paper.
         top_percent: the mean is over this percentage of each sample's units, those with the largest terms, at least
             one; or ``"max"`` for only one. Above 0, up to 100 for all.
         probes: ``"exact"`` for exact norms, the number of random Rademacher probes for unbiased estimates of the
@@ -41,8 +40,8 @@ class ROLL:
             random probe. Estimates cannot select units. With convolutions, each direction takes about as long as one
             to three training steps.
         generator: source of the random probes; None for torch's default.
-        memory_limit: bytes that the directions may use, approximately. Those that do not fit in together are computed
-            some at a time and again in the backward pass; a single one takes about as much as a training step.
+        memory_limit: bytes that the directions may use, approximately. If they do not all fit, they are computed some
+            at a time, and again in the backward pass. A single one needs about as much as a training step.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; random probes with a selection.
@@ -163,17 +162,17 @@ def _check_percent(value: Any) -> float | Literal["max"]:
 
 
 class MarginLoss:
-    """Loss that asks for large radii themselves: minus ``strength`` times the mean radius of the linear regions.
+    """Loss that rewards large radii themselves: minus ``strength`` times the mean radius of the linear regions.
 
-    Samples whose radius is infinite do not count. The radius is that of :func:`region_radius`, and its gradient in the
-    parameters is that of the nearest unit's ``|z| / ||dz/dx||_q``. :class:`ROLL` is the relaxation that does not only
-    move one unit for each sample.
+    Samples whose radius is infinite do not count. The radius is that of :func:`region_radius`. Its gradient with
+    respect to the parameters is that of the nearest unit's ``|z| / ||dz/dx||_q``, so it moves only one unit for each
+    sample. :class:`ROLL` is the relaxation that moves more.
 
     Args:
         strength: factor of the loss.
         p: exponent of the norm, at least 1, or ``float("inf")``.
-        memory_limit: bytes that finding the nearest units may use, approximately; what the gradient takes on top is
-            about what a training step does.
+        memory_limit: bytes that the search for the nearest units may use, approximately. The gradient takes about as
+            much as a training step on top.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.

@@ -30,7 +30,7 @@ _LARGEST = torch.finfo(torch.float64).max
 def complexity_penalties(
     model: nn.Module, example_inputs: Tensor | Sequence[Any], strength: float, **settings: Any
 ) -> dict[str, ComplexityPenalty]:
-    """Return a penalty for each Conv module; together they reduce a relaxed number of MACs, eq. 34.
+    """Return a penalty for each Conv module; together they reduce a relaxation of the number of MACs, eq. 34.
 
     With ``s'_ij`` as in eq. 21 and ``d'_i`` as in eq. 12, the whole regularizer is
 
@@ -40,12 +40,12 @@ def complexity_penalties(
     input channels, divided by its groups. A layer contributes to its own term through ``s'_ij``, and to the terms of
     the layers that read it through ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
 
-    - the norm of the filter that produces it, through norms, activations, pooling, and factors such as gates, which
-      are numbers for whole channels (of two factors of full size, the first counts);
+    - the norm of the filter that produces it, also after norms, activations, pooling, and factors such as gates, which
+      have one number per channel (of two factors of full size, the first counts);
     - the root of the sum of squares of the norms of all filters that residual connections and other functions of
-      several tensors bring together in it;
-    - 1 where no Conv module produces it, as for the image, or where it is hidden which one does, behind a split or
-      shuffle of channels or an operation that mixes them.
+      several tensors combine in it;
+    - 1 if no Conv module produces it, as for the image, or if a split or shuffle of channels, or an operation that
+      mixes them, hides which one does.
 
     A channel that several layers read counts in the term of each of them.
 
@@ -99,15 +99,15 @@ class ComplexityPenalty(FormerNames, Penalty):
 
     with ``a = strength * r_i c_i d'_(i-1)``, computed from the layers that it reads, and
     ``b_j = strength * sum r_k c_k sum_l s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are
-    computed from the model's weights at every :meth:`value` and :meth:`prox`, and before every step of an optimizer;
-    they are constants for its gradient. The gradients of all layers' values together are the gradient of eq. 34; the
-    sum of the values is not eq. 34, since each term appears in several of them.
+    computed from the model's weights at every :meth:`value` and :meth:`prox`, and before every step of an optimizer.
+    For the gradient they are constants. Together, the gradients of all layers' values are the gradient of eq. 34. The
+    sum of the values is not eq. 34, because each term appears in several of them.
 
-    In a channel to which residual connections add several filters, ``b_j`` is multiplied by the filter's share
-    ``||k_ij|| / sqrt(sum of squares of all of them)``, which is 1 where all are zero. A layer that reads its own
-    output, such as one that runs twice, has both parts as well. Filters without a finite norm are not counted.
+    If residual connections add several filters in one channel, ``b_j`` is multiplied by the filter's share
+    ``||k_ij|| / sqrt(sum of squares of all of them)``, which is 1 if all are zero. A layer that reads its own output,
+    such as one that runs twice, has both parts as well. Filters without a finite norm are not counted.
 
-    Created by :func:`complexity_penalties`. An optimizer's checkpoint does not contain the model: it has to be loaded
+    :func:`complexity_penalties` creates it. An optimizer's checkpoint does not contain the model; load the checkpoint
     into an optimizer that has a ComplexityPenalty in the same place.
 
     Args:

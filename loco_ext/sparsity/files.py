@@ -33,14 +33,14 @@ VERSION = 1
 def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     """Write a network to a folder, for :func:`load`.
 
-    Saved are the graph, layers, parameters and buffers (with shared tensors, bits, memory format, dtype and
-    ``requires_grad``), the training mode and plain attributes of each layer, and the report. Not saved are the device,
-    hooks and what passes have recorded in ``meta``. The files of an earlier save are replaced once both new ones are
-    written. If the process is killed between the two replacements, load refuses the pair.
+    It saves the graph, layers, parameters and buffers (with shared tensors, bits, memory format, dtype and
+    ``requires_grad``), the training mode and plain attributes of each layer, and the report. It does not save the
+    device, hooks and what passes have recorded in ``meta``. The files of an earlier save are replaced once both new
+    ones are written. If the process is killed between the two replacements, load refuses the pair.
 
     Args:
         model: a result of ``compact`` for a model that can be traced, or any graph of torch.nn's layers and functions.
-            What it returns may be a dataclass, which :func:`load` then has to be allowed.
+            Its output may be a dataclass, which :func:`load` then needs permission to create.
         folder: path of the folder, which is created if it does not exist.
         report: any object with ``to_dict()`` that returns plain data; numbers that are not finite become null.
 
@@ -88,8 +88,8 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
 def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModule:
     """Return the network that :func:`save` has written; it can be called, trained, compiled and saved again.
 
-    Only layers, functions and methods from fixed tables are created or called, and dataclasses that
-    ``torch.serialization.add_safe_globals`` or ``safe_globals`` has been given; nothing is unpickled.
+    It creates and calls only layers, functions and methods from fixed tables, and dataclasses that
+    ``torch.serialization.add_safe_globals`` or ``safe_globals`` has been given. Nothing is unpickled.
 
     Args:
         folder: as for :func:`save`.

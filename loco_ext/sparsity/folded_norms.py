@@ -26,7 +26,7 @@ def folded_penalties(model: nn.Module, penalty: GroupPenalty) -> dict[str, Group
     """Return a penalty for each Conv module that the model runs.
 
     It is a :class:`FoldedPenalty` if the convolution's output goes to one batch norm, with a weight and running
-    statistics, and nowhere else, and ``penalty`` itself otherwise.
+    statistics, and nowhere else. Otherwise it is ``penalty`` itself.
 
     Args:
         model: a model that torch.fx can trace; it is not run.
@@ -62,9 +62,9 @@ def zero_dead_filters(model: nn.Module) -> int:
     """Set to zero, in place, each filter that the batch norm behind its convolution multiplies by zero.
 
     A :class:`FoldedPenalty` removes a filter by a zero in the norm's weight and keeps the filter's direction, so that
-    training can bring it back. After training, this function clears the weights as well: the model computes the same,
-    and functions that only look at the convolutions, such as :func:`kernel_sizes`, see what is left. In further
-    training such filters would stay zero.
+    training can bring it back. After training, this function clears the weights as well. The model's outputs stay the
+    same, and functions that only look at the convolutions, such as :func:`kernel_sizes`, see the remaining filters. In
+    further training, cleared filters would stay zero.
 
     Args:
         model: a model that torch.fx can trace; it is not run.

@@ -67,15 +67,15 @@ class FrontierPoint(FormerNames):
 
 @dataclass(frozen=True)
 class Frontier(FormerNames):
-    """All points of :func:`frontier`, and the figures of the model that they come from.
+    """All points of :func:`frontier`, and the cost and metrics of the original model.
 
     Attributes:
         penalty: class name and settings of the penalty.
         path: the argument ``path``.
-        macs: multiply-accumulates of the model itself for one sample.
-        latency: seconds of the model itself; None if not measured.
-        metrics: results of ``evaluate`` for the model itself.
-        trials: strengths tried in the search for the largest, and whether nothing was left.
+        macs: multiply-accumulates of the original model for one sample.
+        latency: seconds of the original model; None if not measured.
+        metrics: results of ``evaluate`` for the original model.
+        trials: strengths tried in the search for the largest, and whether each removed everything.
         points: points in the order of training, then of tau.
 
     Example:
@@ -116,20 +116,23 @@ def frontier(
     latency: bool = False,
     folder: str | Path | None = None,
 ) -> Frontier:
-    """Train the model with a penalty of many strengths, and evaluate and compact each result.
+    """Train the model with many strengths of a penalty, and evaluate and compact each result.
 
-    Without ``strengths``, they range from the least one that leaves nothing, "alpha_max", down to ``span`` times that,
-    evenly spaced on a logarithmic scale. The search for alpha_max begins with the largest of :func:`max_strength`. From
-    there the strength is doubled until a training ends with all convolutions zero, or halved as long as one does.
+    If no ``strengths`` are given, they range from "alpha_max", the smallest strength that removes everything, down to
+    ``span`` times that, evenly spaced on a logarithmic scale. The search for alpha_max begins with the largest value of
+    :func:`max_strength`. From there the strength is doubled until a training ends with all convolutions zero, or halved
+    as long as one does.
 
-    Every training has a warm start, in one of three ways. Take care with "down", the usual way for convex problems:
-    consecutive convolutions that are zero have no gradient, and a network that starts empty stays empty or recovers
-    badly. It suits models with one convolution, or strengths that begin below "alpha_max".
+    Every training has a warm start, in one of three ways:
 
-    - ``"dense"``: start from the given model at every strength. All points had equally long trainings.
-    - ``"up"``: start from the previous point, strengths ascending; the first from the model. Later points trained
+    - ``"dense"``: start from the given model at every strength. All points are trained equally long.
+    - ``"up"``: start from the previous point, strengths ascending; the first from the model. Later points are trained
       longer.
     - ``"down"``: start from the previous point, strengths descending; the first from the model.
+
+    Take care with "down", the usual way for convex problems: consecutive convolutions that are zero have no gradient,
+    and a network that starts empty stays empty or recovers badly. It suits models with one convolution, or strengths
+    that begin below "alpha_max".
 
     Args:
         model: trained without the penalty; it is not changed.
@@ -141,15 +144,14 @@ def frontier(
         strengths: numbers of at least 0, or None.
         points, span: number of strengths, and the ratio of the smallest to the largest, if none are given.
         loss: if no strengths are given, the loss of a model without the penalty, as for :func:`max_strength`.
-        refit: trains a compacted network in place, without the penalty, since a penalty leaves the weights that it
-            keeps smaller than the loss wants them; the path continues from the network before refit. The second
-            argument is the number of trainings of the path still to come ("dense": 0), which allows equal total
-            training for all.
+        refit: trains a compacted network in place without the penalty, because a penalty also shrinks the weights that
+            it keeps. The path continues from the network before refit. The second argument is the number of trainings
+            that the path has still to come ("dense": 0), so that all points can get the same total training.
         path: one of the three ways above.
-        taus: one point for each: groups of at most this norm are set to zero after training (eqs. 15 and 23), which
-            penalties that are part of the loss need. The exact prox needs none: 0.
+        taus: thresholds, with one point for each: groups whose norm is at most tau are set to zero after training (eqs.
+            15 and 23). Penalties that are part of the loss need this; the exact prox does not (0).
         folded: whether ``fit`` penalises filters times the scale of the batch norm behind them
-            (:func:`folded_penalties`), so that the norms of ``taus`` are theirs.
+            (:func:`folded_penalties`). ``taus`` then apply to the norms of these products.
         latency: whether to measure the seconds that each network takes for the example, before and after compaction.
         folder: folder for finished points, if any; a call with the same arguments resumes from them. The weights of
             point 3, before any tau, are in ``point-03.pt``.
@@ -159,8 +161,8 @@ def frontier(
 
     Raises:
         TypeError, ValueError: the message names the argument; a parametrization or a hook computes a weight of
-            ``model``; no strength leaves nothing; ``folder`` holds another path, damaged files, or weights that have
-            diverged.
+            ``model``; no strength removes everything; ``folder`` holds another path, damaged files, or weights that
+            have diverged.
         OSError: ``folder`` cannot be written to, or another process is writing to it.
 
     Source:

@@ -60,8 +60,9 @@ FAMILIES = tuple(dict.fromkeys(corruption.family for corruption in CORRUPTIONS.v
 def corrupt(images: Tensor, name: str, level: int, seed: int = 0) -> Tensor:
     """Return the images corrupted at a level, on their device.
 
-    The same seed gives the same random numbers on every device, and at every level of a corruption as far as it draws
-    as many of them. Lengths, such as those of blurs, are for images 32 pixels wide and scale with the shorter side.
+    The same seed gives the same random numbers on every device. It gives the same at every level of a corruption if the
+    levels draw equally many. Lengths, such as those of blurs, are for images 32 pixels wide and scale with the shorter
+    side.
 
     Args:
         images: float32 of shape ``(N, C, H, W)`` with values in [0, 1]; C is 1 or 3 (red, green, blue).

@@ -33,15 +33,17 @@ _MEMORY = 0.99  # decay of the importance from one step to the next
 class Budget:
     """Makes a network smaller while it trains, so that it meets a budget by step ``end``; training then recovers.
 
-    Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on,
-    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1 to the wanted
-    share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of the batch
-    norms behind it. Until ``end``, it comes back with the values that it had if a later choice prefers it; from then on
-    it stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
-    with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
+    Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on, the
+    sizes of all filters are chosen as by :func:`shrink_to`, for a budget that falls from 1 to the target share as a
+    cubic function of time, fast at first. Filters and rings that are not kept are set to zero, with the shifts of the
+    batch norms behind them. Until ``end``, they come back with their former values if a later choice prefers them.
+    From ``end`` on they stay zero.
 
-    It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
-    for all; make it after their process group.
+    Batch norms are not folded. At any time after ``end``, :func:`compact` with ``fold_norms=False`` returns the small
+    network for further training. With the default, it returns the network for inference.
+
+    It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first process chooses
+    for all. Create it after the process group.
 
     Args:
         model: it is changed in place, by :meth:`step` only.
@@ -49,23 +51,24 @@ class Budget:
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
             :attr:`Report.macs_executed` and ``parameters_after``; or of its latency on the example in eval mode. At
-            ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes until it
-            does; zeros that training, not the budget, has made count, as they may become others again. For a latency,
-            layers are timed at the beginning, and two compacted networks; several at ``end``.
+            ``end``, the model is compacted to see whether it meets the budget, and again with other sizes until it
+            does. Zeros that come from training, not from the budget, count like other weights, because they may become
+            non-zero again. For a latency, layers and two compacted networks are timed at the beginning, and several
+            networks at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
-        updates: number of times that sizes are chosen before ``end``, at most; at least 1.
+        updates: the most times that sizes are chosen before ``end``, at least 1.
         importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
             step; or "norm".
-        method: "pruning" as above. Or "penalty": from ``begin`` to ``end``, a penalty on all filters, in proportion to
-            their costs, shrinks them in each step by its prox; its strength is turned until the filters that it has
-            made zero save what they should at that time. At ``end``, sizes are chosen as above. It is slower, and its
-            networks were worse in our study.
+        method: "pruning" as above, or "penalty": from ``begin`` to ``end``, the prox of a penalty shrinks all filters
+            in each step, in proportion to their costs. A controller adjusts the penalty's strength so that the zeros
+            follow the same schedule. At ``end``, sizes are chosen as above. This method is slower, and its networks
+            were worse in our study.
         kind, granularity, least, skip, round_to: as for :func:`shrink_to`.
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
-            weight of the model; the budget is below what must stay; the model cannot be timed.
+            weight of the model; the budget is below the cost of what must stay; the model cannot be timed.
 
     Source:
         Zhu and Gupta, "To prune, or not to prune" (2017), eq. 1, for the schedule.
@@ -132,7 +135,7 @@ class Budget:
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
 
     def step(self) -> None:
-        """Count a step of the optimizer; make the network smaller when it is time.
+        """Count a step of the optimizer; make the network smaller when an update is due.
 
         Raises:
             RuntimeError: a layer has had no finite gradient, or all layers only zeros, by the time that sizes are
@@ -160,7 +163,7 @@ class Budget:
 
     @property
     def share_wanted(self) -> float:
-        """The share of the MACs or parameters that the network may have after the present step."""
+        """The share of the MACs or parameters that the network may have after the current step."""
         return self._share_at(self.steps)
 
     def _share_at(self, step: int) -> float:
@@ -171,7 +174,7 @@ class Budget:
         return self._target + (1.0 - self._target) * left**3
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the controller; the weights are the model's."""
+        """Return the state of the controller; the model's state dict has the weights."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
         penalty = None if self._penalty is None else self._penalty.state()
         return {
@@ -187,10 +190,10 @@ class Budget:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a controller of the same model and budget; load the model's own state as well.
 
-        ``begin`` and ``end`` become the state's, so that what is held at zero stays so if the training is made longer.
+        ``begin`` and ``end`` are taken from the state, so that zeros stay zero if the training is made longer.
 
         Raises:
-            TypeError, ValueError: it is no such state, or one of another model or budget; nothing has changed then.
+            TypeError, ValueError: it is no such state, or one of another model or budget. Nothing is changed then.
         """
         self._check_state(state)
         self._taylor.load(state["importance"])

@@ -43,16 +43,20 @@ def shrink_to(
     skip: Collection[str] = (),
     round_to: int = 1,
 ) -> tuple[nn.Module, Report]:
-    """Return a smaller network of the given cost that keeps what is most important of a trained model.
+    """Return a smaller network of the given cost that keeps the most important filters and rings of a trained model.
 
-    Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or goes. The sizes of all
-    filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, with a layer's importance
-    in total and that which is kept: the importance that is lost, as long as that is little, but no layer is emptied
-    while others are whole. A layer's MACs are the taps of its filters times the channels that are left of its input, so
-    that a channel also costs what the layers do that read it; channels that a residual connection adds up go together.
-    The price is the least that meets the budget. What then remains of the budget is filled up, and channels and rings
-    are exchanged between layers until that no longer helps. Train the result further, with a learning rate of 0.1 to 1
-    times the largest of the training before: its batch norms are not folded.
+    Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or is removed. The sizes
+    of all filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is
+    the importance of a layer and ``kept`` that of the part that stays. As long as a layer loses little, its term is the
+    importance that it loses. Beyond that it grows faster, so that no layer is emptied while others are whole.
+
+    A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
+    includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
+    price is the smallest that meets the budget. The rest of the budget is then filled up, and channels and rings are
+    exchanged between layers until that no longer helps.
+
+    Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
+    are not folded.
 
     Args:
         model: a trained model that torch.fx can trace; it is not changed.
@@ -60,32 +64,33 @@ def shrink_to(
             the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
             of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
-            pass on the example on this machine after :func:`compact`, over the model's. For it, the layers are timed at
-            several numbers of channels, the sum of their times takes the place of the MACs, and whole networks are
-            timed until one meets the budget.
-        importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``, for filters at
+            pass on the example on this machine after :func:`compact`, over the model's. For a latency, the layers are
+            timed at several numbers of channels, and the sum of their times takes the place of the MACs. Whole networks
+            are then timed until one meets the budget.
+        importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``; for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
-            filter, numbers of at least 0, ``(C_out, rings)``, the outermost first, on one scale for all layers.
-        batches: pairs of the model's input, or of a sequence of several ones, and targets, for "taylor"; the model runs
-            in eval mode.
+            filter: numbers of at least 0, ``(C_out, rings)``, the outermost ring first, on one scale for all layers.
+        batches: for "taylor": pairs of inputs and targets, where the inputs are one argument of the model or a sequence
+            of several. The model runs in eval mode.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
-        granularity: "rings", or "filters": each filter stays whole or goes. Those of depthwise convolutions do in
-            either case, and those of other convolutions with groups all stay.
-        least: number of filters that each layer keeps at least, or such numbers by the module's name (else 1).
+        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise convolutions
+            always stay whole or are removed, and those of other convolutions with groups all stay.
+        least: number of filters that each layer keeps at least, or a mapping from module names to such numbers (1 for
+            other modules).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
-        round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU
-            work on 8 or 16 channels together, and those on tensor cores on 8: others take as long as the next multiple.
+        round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU compute 8 or 16
+            channels together, and those on tensor cores 8. Other numbers take as long as the next multiple.
 
     Returns:
-        The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it
-        unless every exchange that fills it loses more importance, as in networks of few channels.
+        The network, made by :func:`compact`, and its report. It costs at most the budget. It costs at least 99 % of the
+        budget, unless every exchange that fills it loses more importance, as in networks of few channels.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
-            removed from it; no sizes meet the budget (the least that can be reached is named); the model cannot be
-            timed. Nothing has changed then.
+            removed from it; no sizes meet the budget (the message names the lowest share that can be reached); the
+            model cannot be timed. Nothing is changed then.
 
     Source:
         The costs are eq. 10 of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers";

@@ -48,20 +48,22 @@ def compact(
 ) -> tuple[nn.Module, Report]:
     """Return a network without the zero filters, rings and channels of ``model``, with the same outputs in eval mode.
 
-    Filters are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
-    everywhere, are removed from all layers that they go through; their constants are folded into the next layer's bias
-    where that is exact for every size of the input. A layer normalisation over constant channels reads only the others,
-    and its weights are folded into the layers that read it. A residual block that adds nothing becomes the identity.
-    What cannot be made smaller safely is kept, and the report says why. Gradients flow: the result can be trained
+    - *Filters* are cropped to the block of taps that is not zero.
+    - *Channels* that nothing reads, or that are constant everywhere, are removed from all layers that they go through.
+      Their constants are folded into the next layer's bias where that is exact for every size of the input.
+    - *Layer normalisations* over constant channels read only the others. Their weights are folded into the layers that
+      read them.
+    - *Residual blocks* that add nothing become the identity.
+    - *Computed weights* become parameters with their values in eval mode, if torch's parametrizations or the hooks of
+      its weight_norm, spectral_norm and prune compute them. Masked filters are removed like filters of zeros.
+
+    What cannot be made smaller safely is kept, and the report says why. Gradients flow, so the result can be trained
     further.
 
-    Weights that are computed by torch's parametrizations, or by the hooks of its weight_norm, spectral_norm and prune,
-    become parameters with their values in eval mode: masked filters are removed like filters of zeros.
-
     Inferred sizes hold for every input that the model accepts, not only for the example. The result is compared with
-    the model on the example and on inputs of two further batch sizes and sizes that the model accepts, with values
-    drawn from the example. If the model's code branches on sizes, the result takes the example's branches and raises
-    ValueError for inputs of sizes that would take others.
+    the model on the example, and on inputs of two other batch sizes and two other sizes that the model accepts, with
+    values drawn from the example. If the model's code branches on sizes, the result takes the example's branches and
+    raises ValueError for inputs of sizes that would take others.
 
     Args:
         model: any module; it is not changed. It is compacted as in eval mode: code of its own that depends on
@@ -69,15 +71,16 @@ def compact(
         example_inputs: a batch, or several arguments, with the shapes and the device for which the result is optimized.
             Like the model, the result accepts other sizes, but only the same number of dimensions: an image without a
             batch dimension is not accepted if the example has one.
-        cost: ``"measured"``: filters of several sizes in one layer become several convolutions, or one
-            :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example; images are converted
-            to channels_last at the input, and back at the output, where that is faster; and the model itself is
-            returned if all this makes it slower. ``"macs"``: one convolution for each size; nothing is
+        cost: with ``"measured"``, filters of several sizes in one layer become several convolutions, or one
+            :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example. Images are converted
+            to channels_last at the input, and back at the output, where that is faster. If all this makes the model
+            slower, the model itself is returned. With ``"macs"``, there is one convolution for each size. Nothing is
             measured, and the result is the same on every machine.
         fold_norms: whether batch normalisations that follow a convolution or linear layer are folded into its weights,
             using their running statistics; False keeps them for further training.
         fixed_size: whether constants that zero padding makes visible at borders become a map of biases; the result then
             accepts only inputs of the example's size.
+
     Returns:
         The network, a :class:`torch.fx.GraphModule`, and the report. A model that torch.fx cannot trace keeps its
         channels and its class; only its filters are cropped.

@@ -19,10 +19,10 @@ class LayerReport(FormerNames):
         kernel_size: size in the model.
         sizes: number of filters of each size after compaction, from "3x3" to "0".
         convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of filters.
-        identity_filters: number of filters with a single weight, at the centre tap, which pass a channel on (eq. 24).
+        identity_filters: number of filters with a single weight, at the centre tap, which copy a channel (eq. 24).
         macs_before, macs_after: multiply-accumulates for one sample, by eq. 10 of the draft, with the sizes above.
         macs_executed: number that the convolutions of the smaller network compute for one sample.
-        kept: reasons why filters without weights were kept.
+        kept: reasons why filters without a non-zero weight were kept.
 
     Example:
         >>> import torch
@@ -55,8 +55,8 @@ class Report(FormerNames):
         layers: reports on the layers, in the order in which they run.
         notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
-        macs_elsewhere: multiply-accumulates for one sample of all else, as torch counts them: transposed convolutions,
-            layers that are called several times, products of tensors. They count as not made fewer.
+        macs_elsewhere: multiply-accumulates of all other operations for one sample, as torch counts them: transposed
+            convolutions, layers that are called several times, products of tensors. They count as unchanged.
         latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
 
     Example:
@@ -82,12 +82,12 @@ class Report(FormerNames):
 
     @property
     def macs_after(self) -> int:
-        """MACs for one sample by eq. 10, each filter with its own size and the channels that are left."""
+        """MACs for one sample by eq. 10, each filter with its own size and the remaining channels."""
         return self.macs_elsewhere + sum(layer.macs_after for layer in self.layers)
 
     @property
     def macs_executed(self) -> int:
-        """MACs for one sample that the smaller network executes; it may join sizes where that is faster."""
+        """MACs for one sample that the smaller network executes; it may merge filter sizes where that is faster."""
         return self.macs_elsewhere + sum(layer.macs_executed for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
