@@ -48,9 +48,9 @@ def parameter_groups(
 
     If torch's weight_norm, spectral_norm or prune computes a convolution's weight, ``locality`` applies to the
     parameter that holds the filters: the direction, the weight before scaling, or the weight before masking. If a scale
-    follows, as before batch norm, decay only acts on the ratios of taps. Pruned weights can have a ``penalty``, because
-    its minimum is zero wherever the mask is. Weights that are scaled afterwards cannot, because they have no such
-    minimum.
+    follows, as before batch norm, decay only acts on the ratios of taps. Pruned weights can have a ``RingPenalty`` or a
+    ``KernelPenalty``, because its minimum is zero wherever the mask is. Weights that are scaled afterwards cannot,
+    because they have no such minimum.
 
     Args:
         model: frozen parameters are included, so that they can be unfrozen later.
@@ -67,7 +67,8 @@ def parameter_groups(
             such that the entry could not act on it; or if a lazy module has not run yet.
 
     Warns:
-        UserWarning: ``locality`` is given but there is no weight decay, no convolution, or one that it cannot act on.
+        UserWarning: ``locality`` is given but there is no weight decay, no convolution, or one that it cannot act on;
+            or ``penalty`` is given but there is no convolution.
 
     Example:
         >>> from torch import nn
