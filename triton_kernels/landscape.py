@@ -25,11 +25,17 @@ MOST_PIXELS = 1024  # pixels that a program of the other kernels works on at a t
 
 
 @triton.jit
+def _offset(i, width, pixels, strides):
+    """Return the offset, int64, of each of the numbers i, int32, of one sample's gradients."""
+    y, x = i % pixels // width, i % pixels % width
+    return (i // pixels).to(tl.int64) * strides[1] + y.to(tl.int64) * strides[2] + x.to(tl.int64) * strides[3]
+
+
+@triton.jit
 def sums_kernel(g, weights, squares, samples, width, pixels, size, strides, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Add up squares: g [samples, C, H, W] by strides, weights [samples], squares [size = C * pixels]."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pixel = i % pixels
-    offset = (i // pixels).to(tl.int64) * strides[1] + pixel // width * strides[2] + pixel % width * strides[3]
+    offset = _offset(i, width, pixels, strides)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     first = 0
     while first < samples:
@@ -227,9 +233,7 @@ def backward_kernel(g, weights, slope, grad, u, by_weights, width, pixels, size,
     first = 0
     while first < size:
         i = first + tl.arange(0, BLOCK)
-        pixel = i % pixels
-        offset = (i // pixels).to(tl.int64) * strides[1] + pixel // width * strides[2] + pixel % width * strides[3]
-        x = tl.load(g + m * strides[0] + offset, mask=i < size, other=0.0).to(tl.float64)
+        x = tl.load(g + m * strides[0] + _offset(i, width, pixels, strides), mask=i < size, other=0.0).to(tl.float64)
         along = x * (tl.load(slope + i, mask=i < size, other=0.0) * factor)
         product = 2 * along * w
         if u.dtype.element_ty.primitive_bitwidth == 16:

@@ -151,12 +151,12 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
             found.append(c)
             x = u_of_ring * _damping(d_of_ring, stay, c[:, None, None])
             squares = torch.where(alive[:, n], squares + x.square().sum((1, 2)), squares)
-            step = torch.where(alive[:, n] & (t[:, n] > 0), t[:, n] / squares.sqrt(), 0.0)
+            step = torch.where(alive[:, n] & (t[:, n] != 0), t[:, n] / squares.sqrt(), 0.0)
             negative |= c < 0
             c = torch.where(negative, c, c - step)
         return torch.stack(found, 1), c
 
-    upper = torch.where(alive & (t > 0), t / _group_norms(scaled, index, t.shape[1]), 0.0).sum(1)
+    upper = torch.where(alive & (t != 0), t / _group_norms(scaled, index, t.shape[1]), 0.0).sum(1)
     for _ in range(2100):
         short = coefficients(upper)[1] < 0
         if not short.any():

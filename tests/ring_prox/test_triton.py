@@ -270,8 +270,9 @@ def test_nan_spreads_in_its_kernel_where_thresholds_are_squared_and_infinity_onl
     plain.weight[0, 0, 2] = torch.inf
     calls.append(replace(plain, squared=torch.tensor([0, 0, 0.1], dtype=F64)))
     *with_nan, (with_infinity, _norms) = interpreter(run, calls)
-    for result, _norms in with_nan:
+    for call, (result, _norms) in zip(calls, with_nan, strict=False):
         assert result.isnan().all()
+        assert reference.ring_prox(*call.arguments()).isnan().all()
     assert_same(with_infinity, reference.ring_prox(*plain.arguments()), plain.weight.abs())
 
 
