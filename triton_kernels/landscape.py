@@ -208,6 +208,7 @@ def map_kernel(
     mean = _write_landscape(norms, factor, stencil, scaled, curved, image, laplacian, height, width, K, BLOCK)
     tl.debug_barrier()
     along = _write_loss(scaled, curved, mean, stencil, target, by_map, loss, height, width, K, BLOCK)
+    tl.debug_barrier()
     first = 0
     while first < pixels:
         i = first + tl.arange(0, BLOCK)
