@@ -153,11 +153,12 @@ def trace(
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
         return fx.GraphModule(model, graph)
     try:
-        for buffers_are_nodes in (False, True):  # if they are, the network may slice and expand them by sizes
-            tracer.proxy_buffer_attributes = buffers_are_nodes
-            with suppress(Exception):
-                return fx.GraphModule(model, tracer.trace(model))
-        tracer = _Tracer(is_leaf, constants, example_inputs)
+        if example_inputs is not None:
+            for buffers_are_nodes in (False, True):  # if they are, the network may slice and expand them by sizes
+                tracer.proxy_buffer_attributes = buffers_are_nodes
+                with suppress(Exception):
+                    return fx.GraphModule(model, tracer.trace(model))
+            tracer = _Tracer(is_leaf, constants, example_inputs)
         return fx.GraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"

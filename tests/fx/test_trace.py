@@ -68,21 +68,6 @@ def test_a_model_that_is_to_stay_one_call_is_the_only_one():
     assert torch.equal(graph(x), model(x))
 
 
-def test_buffers_may_be_sliced_by_sizes():
-    class Placed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("places", torch.randn(9))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.places[: x.shape[-1]]
-
-    model = Placed()
-    graph = trace(model)
-    for x in (torch.randn(2, 3), torch.randn(1, 9)):
-        assert torch.equal(graph(x), model(x))
-
-
 def test_hooks_of_all_modules_are_traced():
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)
     try:
