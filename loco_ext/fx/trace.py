@@ -154,10 +154,8 @@ def trace(
         return fx.GraphModule(model, graph)
     try:
         if example_inputs is not None:
-            for buffers_are_nodes in (False, True):  # if they are, the network may slice and expand them by sizes
-                tracer.proxy_buffer_attributes = buffers_are_nodes
-                with suppress(Exception):
-                    return fx.GraphModule(model, tracer.trace(model))
+            with suppress(Exception):
+                return fx.GraphModule(model, tracer.trace(model))
             tracer = _Tracer(is_leaf, constants, example_inputs)
         return fx.GraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
