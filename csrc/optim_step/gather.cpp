@@ -2,6 +2,7 @@
 #include "optim_step/gather.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace loco::optim_step {
 namespace {

@@ -385,7 +385,7 @@ class FilterSolver {
   }
 
   // Set scaled_ and scaled_d_ to u and d times powers of two, scale_, which bring u and the finite metrics near 1. A
-  // power is 1 if no largest magnitude exists (zeros only, or an infinite weight or NaN).
+  // power is 1 if no largest magnitude exists (zeros only, no finite metric, or an infinite weight or NaN).
   void bring_near_one() {
     const int64_t numel = shape_.numel();
     const auto scaled = [numel](const T* from, double by, std::vector<T>& copy) {

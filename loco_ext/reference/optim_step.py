@@ -144,8 +144,8 @@ def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool
 def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     """Return a*b + c, with its exact product in float32.
 
-    The sum is then rounded to float64 and to float32, which one in some 2**28 sums shows by an ulp. In float64 the
-    product is rounded, too.
+    The sum is then rounded to float64 and to float32, so that about one sum in 2**28 differs by an ulp from a sum that
+    is rounded once. In float64 the product is rounded, too.
     """
     a = _cast(a, c)
     if not _can_double(c):

@@ -38,6 +38,7 @@ _SHAPE = Bound(2**63, 64)
 _TENSORS = Bound(0, 1 << 20)  # limit for the pieces that a tensor is split into
 _PAIR = Bound(0, 2)
 _TRUTH = Bound(1)
+_OF_FLOAT = Bound(2**1024)  # a float, rounded
 _OF_TENSORS = {  # results of tensor attributes, methods and functions, by name
     **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
     **{"split": _TENSORS, "chunk": _TENSORS, "unbind": _TENSORS},
@@ -75,10 +76,15 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
     if name == GETATTR:
         return _OF_TENSORS.get(str(node.args[1]))
     if name == "math.prod":
-        factors = [_operand(value, bounds) or _TRUTH for value in (*node.args, *node.kwargs.values())]
+        operands = [_operand(value, bounds) for value in (*node.args, *node.kwargs.values())]
+        factors = [bound for bound in operands if bound is not None and bound.largest > 0]
         if any(factor.length is not None for factor in factors[1:]):
             raise ModelFileError("expected a number that the product starts with")
-        return _product(factors)
+        return _product(factors) if len(factors) == len(operands) else None
+    if name in ("math.ceil", "math.floor"):
+        return _operand(node.args[0], bounds) or _OF_FLOAT
+    if name == "loco_ext.length":
+        return _SIZE
     if node.target is torch.adaptive_max_pool1d:
         return _PAIR
     if not name.startswith("operator."):
@@ -110,7 +116,7 @@ def _operand(value: Any, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None
         entries = [_operand(entry, bounds) for entry in value]
         if any(entry is not None and entry.length is not None for entry in entries):
             raise ModelFileError("a sequence within a sequence cannot be computed with")
-        return Bound(max((entry.largest for entry in entries if entry is not None), default=1), len(entries))
+        return Bound(_largest([0 if entry is None else entry.largest for entry in entries]), len(entries))
     if value is None or isinstance(value, float):
         return None
     raise ModelFileError(f"{value!r} cannot be computed with")
@@ -154,7 +160,14 @@ def _of_sequences(name: str, numbers: list[int], sequences: list[Bound], operand
         raise ModelFileError("a sequence may be repeated as often as a tensor says")
     lengths = [bound.length or 0 for bound in sequences]
     length = sum(lengths) if name == "add" else math.prod([*lengths, *numbers])
-    return _checked(max(bound.largest for bound in sequences), length)
+    return _checked(_largest([bound.largest for bound in sequences if bound.length]), length)
+
+
+def _largest(magnitudes: list[int]) -> int:
+    """Return the largest of the magnitudes, of which those of tensors and floats are 0."""
+    if 0 < magnitudes.count(0) < len(magnitudes):
+        raise ModelFileError("a sequence of numbers and tensors cannot be computed with")
+    return max(magnitudes, default=1)
 
 
 def _product(factors: list[Bound]) -> Bound:

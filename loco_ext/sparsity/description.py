@@ -308,7 +308,7 @@ def _target(
 ) -> Any:
     """Return the target that the node calls or names, from the tables or the model."""
     if op == "placeholder":
-        _check_word(target, str(target).removeprefix("*"))  # *inputs stands for any number of arguments
+        _check_word(target, target.removeprefix("*") if isinstance(target, str) else target)  # *inputs stands for any number of arguments
         return target
     if op == "output" and target == "output":
         return target

@@ -233,6 +233,26 @@ TOO_LARGE = {
     "sums in place": chain(("operator.add", [0], [0]), *(("operator.iadd", "a0", "a0") for _ in range(40))),
     "many tensors": chain(("torch.split", "x", 1), ("operator.mul", "a0", 10**9)),
     "as many as a tensor says": chain(("torch.full", (), 10**9), ("operator.mul", [0], "a0")),
+    "as many as a tensor of a sum says": chain(
+        *(("torch.full", (), 10**9), ("operator.add", ("a0",), (1,)), ("operator.getitem", "a1", 0)),
+        ("operator.mul", [0], "a2"),
+    ),
+    "as many as a tensor of a list says": chain(
+        *(("torch.full", (), 10**9), ("operator.add", ("a0", 1), ()), ("operator.getitem", "a1", 0)),
+        ("operator.mul", [0], "a2"),
+    ),
+    **{
+        f"as many as the product of {what} says": chain(*steps, ("operator.mul", [0], f"a{len(steps) - 1}"))
+        for what, *steps in (
+            ("a tensor", ("torch.full", [2], 10**6), ("math.prod", "a0")),
+            ("a tensor's entries", ("torch.full", [2], 10**6), ("torch.unbind", "a0"), ("math.prod", "a1")),
+            ("a list of tensors", ("torch.full", (), 10**6), ("math.prod", ("a0", "a0"))),
+        )
+    },
+    **{
+        f"powers of {name}": chain((name, argument), *(("operator.pow", f"a{i}", 10**4) for i in range(2)))
+        for name, argument in (("math.floor", 10**99), ("math.ceil", 1e300), ("loco_ext.length", "x"))
+    },
     "truths of numbers": chain(
         *(("operator.eq", 0.5, 0.5), ("operator.mul", "a0", 10**99)),
         *(("operator.mul", f"a{i}", f"a{i}") for i in range(1, 40)),

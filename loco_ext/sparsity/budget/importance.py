@@ -104,13 +104,17 @@ class Taylor:
         """Return whether any changes have been added."""
         return bool(self._any)
 
+    def says_anything(self) -> bool:
+        """Return whether any change has been other than zero."""
+        return bool(self._sums.any())
+
     def has_overflowed(self) -> bool:
         """Return whether there were gradients, but never such that all were finite."""
         return bool(self._with_gradient) and not self.known()
 
     def unknown(self) -> list[str]:
         """Return the names of layers that may shrink but have had no finite gradient; of all, if all were zero."""
-        known = self._with_gradient if self._sums.any() else set()
+        known = self._with_gradient if self.says_anything() else set()
         return [layer.name for layer in self._layers if not layer.kept and layer.name not in known]
 
     def state(self) -> dict[str, Tensor]:
@@ -153,7 +157,7 @@ def by_taylor(
 
     Raises:
         TypeError: the batches are no pairs, or the loss returns no scalar with a gradient.
-        ValueError: the model or the loss fails for a batch, or no batch's gradients are finite.
+        ValueError: the model or the loss fails for a batch, or no batch's gradients are finite, or all are zero.
     """
     taylor = Taylor(structure)
     parameters = taylor.parameters()
@@ -171,6 +175,8 @@ def by_taylor(
             parameter.requires_grad_(was)
     if not taylor.known():
         raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
+    if not taylor.says_anything():
+        raise ValueError("batches: expected some that depend on the weights, got gradients of the loss that are all zero")
     return taylor.lost()
 
 
