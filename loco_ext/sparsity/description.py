@@ -308,7 +308,8 @@ def _target(
 ) -> Any:
     """Return the target that the node calls or names, from the tables or the model."""
     if op == "placeholder":
-        _check_word(target, target.removeprefix("*") if isinstance(target, str) else target)  # *inputs stands for any number of arguments
+        # *inputs stands for any number of arguments
+        _check_word(target, target.removeprefix("*") if isinstance(target, str) else target)
         return target
     if op == "output" and target == "output":
         return target

@@ -176,7 +176,7 @@ def by_taylor(
     if not taylor.known():
         raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
     if not taylor.says_anything():
-        raise ValueError("batches: expected some that depend on the weights, got gradients of the loss that are all zero")
+        raise ValueError("batches: expected some that depend on the weights, got gradients that are all zero")
     return taylor.lost()
 
 

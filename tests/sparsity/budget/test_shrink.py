@@ -427,7 +427,7 @@ def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_it
         ),
         (
             {"macs": 0.5, "batches": batches(), "loss": lambda out, _: 0 * out.sum()},
-            "batches: expected some that depend on the weights, got gradients of the loss that are all zero",
+            "batches: expected some that depend on the weights, got gradients that are all zero",
         ),
         ({"macs": 0.5, "batches": [(X[:, :, 5:], torch.zeros(2))]}, "batches: expected inputs of the model and tar"),
         ({"macs": 0.5, "importance": "norm", "round_to": 0}, "round_to: expected at least 1, got 0"),
