@@ -38,7 +38,7 @@ _SHAPE = Bound(2**63, 64)
 _TENSORS = Bound(0, 1 << 20)  # limit for the pieces that a tensor is split into
 _PAIR = Bound(0, 2)
 _TRUTH = Bound(1)
-_OF_FLOAT = Bound(2**1024)  # a float, rounded
+_OF_FLOAT = Bound(2**1024)  # an integer that a float is rounded to
 _OF_TENSORS = {  # results of tensor attributes, methods and functions, by name
     **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
     **{"split": _TENSORS, "chunk": _TENSORS, "unbind": _TENSORS},

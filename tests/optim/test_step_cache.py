@@ -418,13 +418,11 @@ def test_a_step_with_other_groups_is_refused_each_time():
         optimizer.step()
     batch = optimizer._cache.batches[0]
     grads = [param.grad for param in batch.args.params]
-    hyper, rest = (
-        torch.zeros(len(batch.hyper) + 1, batch.hyper.shape[1], dtype=torch.float64),
-        ([], [], None, None, True),
-    )
+    groups, columns = batch.hyper.shape
+    hyper = torch.zeros(groups + 1, columns, dtype=torch.float64)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"hyper: expected {len(batch.hyper)} rows, got {len(hyper)}"):
-            backends.operators().optim_step_again(batch._cached[1], grads, hyper, *rest)
+        with pytest.raises(RuntimeError, match=f"hyper: expected {groups} rows, got {groups + 1}"):
+            backends.operators().optim_step_again(batch._cached[1], grads, hyper, [], [], None, None, True)
 
 
 @pytest.mark.parametrize("name", ["SGD of two rules", "Adam with a penalty"])

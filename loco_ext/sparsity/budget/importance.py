@@ -104,7 +104,7 @@ class Taylor:
         """Return whether any changes have been added."""
         return bool(self._any)
 
-    def says_anything(self) -> bool:
+    def has_nonzero(self) -> bool:
         """Return whether any change has been other than zero."""
         return bool(self._sums.any())
 
@@ -114,7 +114,7 @@ class Taylor:
 
     def unknown(self) -> list[str]:
         """Return the names of layers that may shrink but have had no finite gradient; of all, if all were zero."""
-        known = self._with_gradient if self.says_anything() else set()
+        known = self._with_gradient if self.has_nonzero() else set()
         return [layer.name for layer in self._layers if not layer.kept and layer.name not in known]
 
     def state(self) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def by_taylor(
             parameter.requires_grad_(was)
     if not taylor.known():
         raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
-    if not taylor.says_anything():
+    if not taylor.has_nonzero():
         raise ValueError("batches: expected some that depend on the weights, got gradients that are all zero")
     return taylor.lost()
 
