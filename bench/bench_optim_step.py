@@ -12,7 +12,6 @@ of the same size run among the candidates.
 import functools
 import itertools
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +24,7 @@ import loco_ext
 from bench import harness, shapes
 from bench.command import Command, Job
 from loco_ext import geometry, optim
+from loco_ext.threads import num_threads
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 1e-2
@@ -163,67 +163,47 @@ def make_steps(network: str, rule: Rule) -> dict[str, Step]:
     return {name: CANDIDATES[name](rule, parameters, state) for name in names}
 
 
-def measure(
-    network: str, rule_name: str, threads: Sequence[int], effort: harness.Effort, flush: bool = False
-) -> list[dict[str, Any]]:
-    """Return one record for each number of threads: all candidates' timings, and ratios of their medians."""
-    rule = RULES[rule_name]
+def measure(network: str, rule_name: str, job: Job) -> None:
+    """Add one record for each number of threads: all candidates' timings, and ratios of their medians."""
+    rule, threads = RULES[rule_name], job.arguments.threads
     tensor_shapes = list(shapes.NETWORKS[network]())
     elements = sum(map(math.prod, tensor_shapes))
     large = network == "large"
-    cleared = harness.cache_flush() if flush else None
-    records: list[dict[str, Any]] = []
-    alone = measure_threads(network, rule, threads, effort, f"{network} {rule_name}", cleared)
+    alone = measure_threads(network, rule, threads, job.effort, f"{network} {rule_name}")
 
     def build() -> dict[str, Step]:
         return make_steps(network, rule) | (harness.stream_kernels(elements) if large else {})
 
-    for count in threads:
-        with harness.num_threads(count):
-            label = f"{network} {rule_name}, threads {count}"
-            timings = harness.compare(build, effort, label, cleared and (lambda _: cleared()))
-        medians = {name: timing.median for name, timing in timings.items()}
-        record = {
-            "network": network,
-            "rule": rule_name,
-            "threads": count,
-            "tensors": len(tensor_shapes),
-            "elements": elements,
-            "load_average": os.getloadavg()[0],
+    for count in job.threads():
+        timings = harness.compare(build, job.effort, f"{network} {rule_name}")
+        record = {"network": network, "rule": rule_name, "tensors": len(tensor_shapes), "elements": elements}
+        record |= timings.record() | {
             "candidates": {name: asdict(timings[name]) for name in timings if name in CANDIDATES},
             "alone": {name: asdict(alone[case]) for name in OURS.values() if (case := f"{name}, {count}") in alone},
             "ratios": timings.ratios(RATIOS) | scaling(alone, count, threads[0]),
         }
         if large:
+            medians = {name: timing.median for name, timing in timings.items()}
             record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
-        records.append(record)
-    return records
+        job.add(record)
 
 
 def measure_threads(
-    network: str,
-    rule: Rule,
-    threads: Sequence[int],
-    effort: harness.Effort,
-    label: str,
-    cleared: Callable[[], object] | None,
+    network: str, rule: Rule, threads: Sequence[int], effort: harness.Effort, label: str
 ) -> harness.Comparison | dict[str, harness.Timing]:
     """Time our steps alone with every number of threads in turn, as "name, count"; nothing for a single number."""
     if len(threads) == 1:
         return {}
     cases = {f"{name}, {count}": (name, count) for name in OURS.values() for count in threads}
 
-    def before(case: str) -> None:
-        if cleared is not None:
-            cleared()
-        torch.set_num_threads(cases[case][1])
-
     def build() -> dict[str, Step]:
         steps = make_steps(network, rule)
         return {case: steps[name] for case, (name, _) in cases.items()}
 
-    with harness.num_threads(threads[0]):
-        return harness.compare(build, effort, f"{label}, threads in turn", before)
+    with num_threads(threads[0]):
+        return harness.compare(
+            build, effort, f"{label}, threads in turn", lambda case: torch.set_num_threads(cases[case][1])
+        )
 
 
 def scaling(alone: harness.Comparison | dict[str, harness.Timing], count: int, first: int) -> dict[str, float]:
@@ -255,20 +235,19 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     report, arguments = job.report, job.arguments
-    report["settings"] |= {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
-    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["settings"] |= {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
+    report["bandwidth"] = [harness.bandwidth(job.effort) for _ in job.threads()]
     report["peak_memory"] = []
     with loco_ext.backend("native"):
         for network, rule in itertools.product(arguments.networks, arguments.rules):
-            job.add(*measure(network, rule, arguments.threads, job.effort, arguments.flush))
+            measure(network, rule, job)
     if "large" in arguments.networks:
         for rule, name in itertools.product(arguments.rules, LARGE_CANDIDATES):
             job.add(harness.in_fresh_process(peak_memory, "large", rule, name), to="peak_memory")
 
 
 OPTIONS: dict[str, Collection[str]] = {"networks": shapes.NETWORKS, "rules": RULES}
-FLUSH = {"action": "store_true", "help": "overwrite the caches before every call"}
-COMMAND = Command("bench_optim_step", __doc__, run, OPTIONS, {"flush": FLUSH})
+COMMAND = Command("bench_optim_step", __doc__, run, OPTIONS)
 main = COMMAND.main
 
 

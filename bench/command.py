@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from bench import harness, machine, tables
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.ops import backends
+from loco_ext.threads import num_threads
 
 QUICK = {"min_rounds": 3, "min_seconds": 0.2, "warmup": 1, "builds": 1}
 
@@ -23,6 +24,12 @@ class Job:
     effort: harness.Effort
     report: dict[str, Any]
     out: Path | None
+
+    def threads(self) -> Iterator[int]:
+        """Yield each of the numbers of threads that are asked for while torch computes with as many."""
+        for count in self.arguments.threads:
+            with num_threads(count):
+                yield count
 
     def add(self, *records: dict[str, Any], to: str = "results") -> None:
         """Append records to a list of the report, and save the report."""
@@ -47,6 +54,7 @@ class Command:
         more: further options, and the arguments of ``add_argument``.
         effort: arguments of :class:`harness.Effort`, replaced by QUICK with ``--quick``.
         gpu: family of kernels and backend that must be able to run on the GPU; None for a benchmark of the CPU.
+        threads: numbers of threads by default; those of the host do not count on a GPU.
         keep_memory: whether the C library keeps freed memory for the next call, so that page faults are not measured.
     """
 
@@ -57,6 +65,7 @@ class Command:
     more: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     effort: Mapping[str, Any] = field(default_factory=dict)
     gpu: tuple[str, str] | None = None
+    threads: Sequence[int] = (1, 2)
     keep_memory: bool = False
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,7 +76,7 @@ class Command:
         for name, choices in self.options.items():
             parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
         if self.gpu is None:
-            parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
+            parser.add_argument("--threads", nargs="+", type=int, default=list(self.threads), help="in ascending order")
         for name, how in self.more.items():
             parser.add_argument(f"--{name}", **how)
         parser.add_argument("--quick", action="store_true", help="few rounds")
@@ -95,9 +104,6 @@ class Command:
             out = harness.RESULTS / f"{name}-{machine.slug(gpu.get('gpu') or machine.cpu_model())}.json"
         effort = harness.Effort(**(QUICK if arguments.quick else self.effort))
         report = {"benchmark": name, "machine": machine.describe() | gpu, "settings": asdict(effort), "results": []}
-        if gpu:
-            report["copy_bandwidth"] = harness.gpu_bandwidth(effort)
-        job = Job(arguments, effort, report, out)
-        self.run(job)
+        self.run(Job(arguments, effort, report, out))
         tables.publish(report, out)
         return 0

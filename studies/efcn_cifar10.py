@@ -26,6 +26,7 @@ from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.train import make_model, make_optimizer
 from loco_ext.nn import to_efcn
+from loco_ext.threads import num_threads
 from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
 
@@ -89,7 +90,7 @@ def step_seconds(settings: EfcnSettings, dataset: Dataset) -> dict[str, float]:
 
         return step
 
-    with harness.num_threads(1):
+    with num_threads(1):
         timings = harness.compare(build, EFFORT, "training steps")
     return {name: timing.median for name, timing in timings.items()}
 
