@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table as RichTable
-
 Record = dict[str, Any]
 Columns = list[tuple[str, Callable[[Record], str]]]  # the header of each column, and the cell of a record
 RULE_NAMES = {"sgd": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"}
@@ -25,13 +23,6 @@ class Table:
         """Return the table in GitHub's Markdown."""
         lines = [self.headers, ["---"] * len(self.headers), *self.rows]
         return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-    def rich(self) -> RichTable:
-        """Return the table for a terminal."""
-        table = RichTable(*self.headers, title=self.title)
-        for cells in self.rows:
-            table.add_row(*cells)
-        return table
 
 
 def table(title: str, records: Sequence[Record], columns: Columns) -> Table:

@@ -77,6 +77,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console, rows = Console(), list(rows)
     cells = [max([0, *(len(row[place]) for row in rows)]) for place in range(len(headers))]
@@ -89,7 +90,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
         for place in part:
             table.add_column(headers[place], justify="right" if place else "left", width=widths[place])
         for row in rows:
-            table.add_row(*(row[place] for place in part))
+            table.add_row(*(Text(row[place]) for place in part))  # as texts: a name may have brackets in it
         console.print(table)
         title = None
 

@@ -128,13 +128,12 @@ def main(
     runs: Runs = Path("runs/efcn_cifar10"),
     out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
     only: Annotated[str | None, typer.Option(help="Run only this study; only paths has a report then.")] = None,
-    without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
     device: Device = "cpu",
 ) -> None:
     """Run the studies, write their JSON files and figures beside them, print the tables."""
     dataset, records = load("cifar10", data), {}
     for name, settings in studies().items():
-        if name not in without and only in (None, name):
+        if only in (None, name):
             share_cnn(runs / next(iter(studies())), runs / name)
             records[name] = efcn.measure(settings, dataset, runs / name, device, resume=True)
     if (record := records.pop(PATHS, None)) is not None:

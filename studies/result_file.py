@@ -8,9 +8,8 @@ from typing import Any
 from filelock import FileLock
 
 from bench import generated, harness, machine
+from loco_ext.experiments.records import Record
 from studies import tables
-
-Record = dict[str, Any]
 
 
 class ResultFile:

@@ -16,12 +16,11 @@ import numpy as np
 from bench import generated, machine
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
-from loco_ext.experiments.records import with_error
+from loco_ext.experiments.records import Record, with_error
 from loco_ext.experiments.regions import NORMS
 from studies import papers
 
 RESULTS = Path(__file__).parent / "results"
-Record = dict[str, Any]
 mean = partial(with_error, missing=MISSING)
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"

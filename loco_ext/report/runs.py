@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loco_ext.errors import UserError
-from loco_ext.experiments.figures import dense_path
+from loco_ext.experiments.frontier_figures import dense_path
 from loco_ext.experiments.records import Record
 from loco_ext.experiments.regions import best
 from loco_ext.input import open_regular
