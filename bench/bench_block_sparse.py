@@ -220,7 +220,7 @@ def run(job: Job) -> None:
     report["not_measured"] = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}
     with loco_ext.backend("native"):
         for layer in arguments.layers:
-            for batch in arguments.batches or BATCHES[layer]:
+            for batch in BATCHES[layer]:
                 wanted = PEERS if (layer, batch) in PEER_CASES else ()
                 peers = [name for name in wanted if cannot(name, LAYERS[layer]) is None]
                 for _ in job.threads():
@@ -229,16 +229,8 @@ def run(job: Job) -> None:
     report["targets"] = targets(report)
 
 
-COMMAND = Command(
-    "bench_block_sparse",
-    __doc__,
-    run,
-    {"layers": LAYERS},
-    {"batches": {"nargs": "*", "type": int, "help": "in place of each layer's own"}},
-    {"min_rounds": 8, "min_seconds": 2.0, "warmup": 2, "builds": 1},
-    keep_memory=True,
-)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=2.0, warmup=2, builds=1)
+main = Command("bench_block_sparse", __doc__, run, {"layers": LAYERS}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

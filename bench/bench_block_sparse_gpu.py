@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,10 +168,15 @@ def run(job: Job) -> None:
             job.report["targets"] = targets(job.report)
 
 
-OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7, "builds": 1}
-COMMAND = Command("bench_block_sparse_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("block_sparse", "triton"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7, builds=1)
+main = Command(
+    "bench_block_sparse_gpu",
+    __doc__,
+    run,
+    {"layers": LAYERS, "arithmetic": ARITHMETIC},
+    EFFORT,
+    gpu=("block_sparse", "triton"),
+).main
 
 
 if __name__ == "__main__":

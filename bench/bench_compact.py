@@ -10,7 +10,7 @@ returns to the system depends on what ran before, and page faults would dominate
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -110,10 +110,15 @@ def run(job: Job) -> None:
             job.add(measure(*case, job.effort))
 
 
-OPTIONS: dict[str, Collection[str]] = {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS}
-EFFORT = {"min_rounds": 8, "min_seconds": 1.5, "warmup": 1, "builds": 2}
-COMMAND = Command("bench_compact", __doc__, run, OPTIONS, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
+main = Command(
+    "bench_compact",
+    __doc__,
+    run,
+    {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS},
+    EFFORT,
+    keep_memory=True,
+).main
 
 
 if __name__ == "__main__":

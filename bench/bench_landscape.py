@@ -167,9 +167,8 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-EFFORT = {"min_rounds": 3, "min_seconds": 0.0, "warmup": 1, "builds": 1}
-COMMAND = Command("bench_landscape", __doc__, run, {"models": BATCH_SIZE}, effort=EFFORT)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=3, min_seconds=0.0, warmup=1, builds=1)
+main = Command("bench_landscape", __doc__, run, {"models": BATCH_SIZE}, EFFORT).main
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -246,9 +246,7 @@ def run(job: Job) -> None:
             job.add(harness.in_fresh_process(peak_memory, "large", rule, name), to="peak_memory")
 
 
-OPTIONS: dict[str, Collection[str]] = {"networks": shapes.NETWORKS, "rules": RULES}
-COMMAND = Command("bench_optim_step", __doc__, run, OPTIONS)
-main = COMMAND.main
+main = Command("bench_optim_step", __doc__, run, {"networks": shapes.NETWORKS, "rules": RULES}).main
 
 
 if __name__ == "__main__":

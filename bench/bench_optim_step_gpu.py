@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -250,15 +250,15 @@ def run(job: Job) -> None:
         report["targets"] = targets(report)
 
 
-OPTIONS: dict[str, Collection[str]] = {
-    "networks": shapes.GPU_NETWORKS,
-    "rules": RULES,
-    "dtypes": DTYPES,
-    "modes": MODES,
-}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
-COMMAND = Command("bench_optim_step_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("optim_step", "native"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7)
+main = Command(
+    "bench_optim_step_gpu",
+    __doc__,
+    run,
+    {"networks": shapes.GPU_NETWORKS, "rules": RULES, "dtypes": DTYPES, "modes": MODES},
+    EFFORT,
+    gpu=("optim_step", "native"),
+).main
 
 
 if __name__ == "__main__":

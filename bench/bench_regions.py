@@ -192,9 +192,8 @@ def run(job: Job) -> None:
     report["targets"] = targets(report)
 
 
-EFFORT = {"min_rounds": 8, "min_seconds": 1.0, "warmup": 1, "builds": 2}
-COMMAND = Command("bench_regions", __doc__, run, {"batches": BATCHES}, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=1.0, warmup=1, builds=2)
+main = Command("bench_regions", __doc__, run, {"batches": BATCHES}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

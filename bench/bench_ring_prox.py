@@ -220,8 +220,7 @@ def run(job: Job) -> None:
     report["targets"] = targets(report)
 
 
-COMMAND = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES})
-main = COMMAND.main
+main = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES}).main
 
 
 if __name__ == "__main__":

@@ -122,10 +122,15 @@ def run(job: Job) -> None:
         job.add(measure_step(rule, mode, timer, missing), to="steps")
 
 
-OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
-COMMAND = Command("bench_ring_prox_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("ring_prox", "native"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7)
+main = Command(
+    "bench_ring_prox_gpu",
+    __doc__,
+    run,
+    {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES},
+    EFFORT,
+    gpu=("ring_prox", "native"),
+).main
 
 
 if __name__ == "__main__":

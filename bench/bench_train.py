@@ -113,9 +113,8 @@ def run(job: Job) -> None:
             job.add(measure(model, job.effort))
 
 
-EFFORT = {"min_rounds": 4, "min_seconds": 6.0, "warmup": 1, "builds": 8}
-COMMAND = Command("bench_train", __doc__, run, {"models": STEPS}, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=4, min_seconds=6.0, warmup=1, builds=8)
+main = Command("bench_train", __doc__, run, {"models": STEPS}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

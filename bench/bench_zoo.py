@@ -122,9 +122,8 @@ def run(job: Job) -> None:
             job.add(measure(name, job.effort))
 
 
-EFFORT = {"min_rounds": 15, "min_seconds": 0.0, "warmup": 1, "builds": 1}
-COMMAND = Command("bench_zoo", __doc__, run, {"networks": NETWORKS}, effort=EFFORT, threads=(1,), keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=15, min_seconds=0.0, warmup=1, builds=1)
+main = Command("bench_zoo", __doc__, run, {"networks": NETWORKS}, EFFORT, threads=(1,), keep_memory=True).main
 
 
 if __name__ == "__main__":

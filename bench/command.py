@@ -13,7 +13,7 @@ from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.ops import backends
 from loco_ext.threads import num_threads
 
-QUICK = {"min_rounds": 3, "min_seconds": 0.2, "warmup": 1, "builds": 1}
+QUICK = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class Command:
         description: the module's docstring.
         run: measures what the job asks for and puts it into the job's report.
         options: values that can be selected, by option; all are selected by default.
-        more: further options, and the arguments of ``add_argument``.
-        effort: arguments of :class:`harness.Effort`, replaced by QUICK with ``--quick``.
+        effort: how long to measure, replaced by QUICK with ``--quick``.
         gpu: family of kernels and backend that must be able to run on the GPU; None for a benchmark of the CPU.
         threads: numbers of threads by default; those of the host do not count on a GPU.
         keep_memory: whether the C library keeps freed memory for the next call, so that page faults are not measured.
@@ -62,8 +61,7 @@ class Command:
     description: str
     run: Callable[[Job], None]
     options: Mapping[str, Collection[str]]
-    more: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    effort: Mapping[str, Any] = field(default_factory=dict)
+    effort: harness.Effort = field(default_factory=harness.Effort)
     gpu: tuple[str, str] | None = None
     threads: Sequence[int] = (1, 2)
     keep_memory: bool = False
@@ -77,8 +75,6 @@ class Command:
             parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
         if self.gpu is None:
             parser.add_argument("--threads", nargs="+", type=int, default=list(self.threads), help="in ascending order")
-        for name, how in self.more.items():
-            parser.add_argument(f"--{name}", **how)
         parser.add_argument("--quick", action="store_true", help="few rounds")
         parser.add_argument("--out", type=Path, help="JSON file; a run without other options has one in bench/results")
         return parser.parse_args(argv)
@@ -102,7 +98,7 @@ class Command:
         name, out = self.name.removeprefix("bench_"), arguments.out
         if vars(arguments) == vars(self.parse([])):
             out = harness.RESULTS / f"{name}-{machine.slug(gpu.get('gpu') or machine.cpu_model())}.json"
-        effort = harness.Effort(**(QUICK if arguments.quick else self.effort))
+        effort = QUICK if arguments.quick else self.effort
         report = {"benchmark": name, "machine": machine.describe() | gpu, "settings": asdict(effort), "results": []}
         self.run(Job(arguments, effort, report, out))
         tables.publish(report, out)

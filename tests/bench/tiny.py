@@ -17,7 +17,7 @@ from bench import bench_ring_prox as ring_prox
 from bench import bench_ring_prox_gpu as ring_prox_gpu
 from bench import bench_train as train
 from bench import bench_zoo as zoo
-from bench import gpu_timer, harness, machine, shapes
+from bench import command, gpu_timer, harness, machine, shapes
 from bench.block_sparse_peers import Layer
 from loco_ext.experiments.models import small_cnn
 from loco_ext.ops import backends
@@ -54,8 +54,8 @@ def tiny():
     bandwidth, parameters = harness.bandwidth, [(5, 3, 3, 3), (4, 5, 1, 1), (7,)]
     return replaced(
         {
+            command: {"QUICK": EFFORT},
             harness: {
-                "Effort": lambda **_: EFFORT,
                 "bandwidth": lambda effort: bandwidth(effort, elements=1000),
                 "in_fresh_process": lambda function, *given: function(*given),
             },
