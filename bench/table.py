@@ -32,12 +32,12 @@ def table(title: str, records: Sequence[Record], columns: Columns) -> Table:
     )
 
 
-def shown(key: str) -> Callable[[Record], str]:
+def entry(key: str) -> Callable[[Record], str]:
     """Return a cell that shows an entry of a record as it is."""
     return lambda record: str(record[key])
 
 
-def each(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
+def columns_of(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
     """Return a column for each name under ``key`` that some record has, ours and the copy last.
 
     Its cells are what ``form`` makes of the entry; a dash where it is missing.
@@ -80,10 +80,10 @@ def microseconds(timing: Record) -> str:
 def targets(report: Record, title: str) -> Table:
     """Return a table of the targets beside the measurements in the worst case."""
     columns: Columns = [
-        ("of all cases", shown("name")),
-        ("wanted", shown("wanted")),
+        ("of all cases", entry("name")),
+        ("wanted", entry("wanted")),
         ("measured", lambda row: f"{row['measured']:.3g}"),
         ("met", lambda row: "yes" if row["met"] else "no"),
-        ("worst case", shown("where")),
+        ("worst case", entry("where")),
     ]
     return table(title, report["targets"], columns)

@@ -96,15 +96,15 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
 
 
 def _width_of(widths: Sequence[int]) -> int:
-    """Return how wide a table is whose columns are so wide, with its lines and the spaces beside them."""
+    """Return the width of a table with columns of these widths, the lines between them and spaces included."""
     return sum(widths) + 3 * len(widths) + 1
 
 
-def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
-    """Return the places of the columns of each part of a table, all with the first column and at least one other."""
+def _parts(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the columns of each part of a table within the limit: the first one, and at least one other."""
     parts = [[0]]
     for place in range(1, len(widths)):
-        if len(parts[-1]) > 1 and _width_of([widths[each] for each in (*parts[-1], place)]) > most:
+        if len(parts[-1]) > 1 and _width_of([widths[each] for each in (*parts[-1], place)]) > limit:
             parts.append([0])
         parts[-1].append(place)
     return parts

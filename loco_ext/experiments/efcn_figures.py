@@ -49,7 +49,8 @@ def dynamics(record: Record) -> Figure:
             if record["fcn"]:
                 _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
             branches = _branches(record, relax)
-            for branch, color in zip(branches, _colors(len(branches)), strict=True):
+            colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(branches)))
+            for branch, color in zip(branches, colors, strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
             _scale_epochs(axes)
             axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
@@ -197,10 +198,6 @@ def _widest(branches: list[Record]) -> list[Record]:
 def _array(values: Sequence[float | None]) -> np.ndarray:
     """Return numbers as an array in which None, JSON's null for numbers that are not finite, is NaN."""
     return np.array(values, dtype=float)
-
-
-def _colors(count: int) -> list[Any]:
-    return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
 def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:

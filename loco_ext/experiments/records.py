@@ -65,7 +65,7 @@ def rounded(values: Tensor, digits: int) -> list[list[float]]:
     return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]
 
 
-def remembered(path: Path, make: Callable[[], Any]) -> Any:
+def cached_json(path: Path, make: Callable[[], Any]) -> Any:
     """Return the content of a JSON file; if there is none, write what ``make`` returns first.
 
     Raises:

@@ -28,7 +28,7 @@ from loco_ext.experiments import data, figures, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
+from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields, count_option, list_option
 from loco_ext.folders import owned
@@ -177,7 +177,7 @@ def _network(
     """Train and measure one network, or read what was measured."""
     name = "vanilla" if arm is None else f"roll-{_exact(arm[0])}-{_exact(arm[1])}-{arm[2]}"
     path = out / f"{name}-{seed}.json"
-    found = remembered(path, lambda: _measured(settings, samples, arm, seed, name, device))
+    found = cached_json(path, lambda: _measured(settings, samples, arm, seed, name, device))
     if not isinstance(found, dict) or (found.get("name"), found.get("seed")) != (name, seed):
         raise SettingsError(f"{path}: expected the record of {name}, seed {seed}; remove it to measure anew")
     return found
