@@ -116,7 +116,7 @@ def errors(model: str, arms: Record, settings: Record) -> Table:
 
 
 def latencies(model: str, arms: Record) -> Table:
-    """Return the same by the share of a compacted network's time; pruned networks are timed beside the dense one."""
+    """Return the table of the lowest error by share of the dense network's time; pruned ones are timed beside it."""
     dense = arms["width"]["paths"][0]["latency"]
     rows = []
     for name in ("width", "rings prox"):
@@ -146,7 +146,7 @@ def error(point: Record) -> float:
 
 
 def paths(arms: Record) -> Table:
-    """Return the table of how much of the network is left along the paths from the strength that leaves nothing."""
+    """Return the table of what is left of the network along the paths that begin where nothing is left."""
     rows = []
     for name in ("rings prox, dense", "rings prox, down"):
         (path,) = arms[name]["paths"]
@@ -156,7 +156,7 @@ def paths(arms: Record) -> Table:
 
 
 def norms(arms: Record) -> Table:
-    """Return the table of norms of weights, and of their effect, by treatment of batch norms, at the same strengths."""
+    """Return the table of norms of weights, alone and times the scales of batch norms, by treatment of these."""
     rows = []
     for kind in ("live", "scaled", "folded"):
         if f"rings prox, {kind}" not in arms:

@@ -106,7 +106,7 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
     images: tuple[int, int, int] | None = None
     known: dict[str, Any] = {}
     if path.is_dir():
-        settings, images, known = _recorded(path / "settings.json")
+        settings, images, known = _read_settings(path / "settings.json")
         recorded = settings.get("model")
         if name is None and isinstance(recorded, str) and is_own(recorded) and recorded != own:
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
@@ -194,8 +194,8 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
             sparsity.export_onnx(compacted.network, images, exported)
 
 
-def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], dict[str, Any]]:
-    """Return the settings of a run, channels, size and classes of its images, and what else is known of them."""
+def _read_settings(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], dict[str, Any]]:
+    """Return a run's settings, the channels, size and classes of its images, and their class names and digest."""
     try:
         record = json.loads(path.read_text())
         channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))

@@ -30,7 +30,7 @@ from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
-from loco_ext.experiments.settings import Settings, SettingsError, check_same
+from loco_ext.experiments.settings import Settings, SettingsError, check_resumable
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import check_results, owned
 from loco_ext.output import json_text, replacing, write_json
@@ -97,7 +97,9 @@ def run(
     budget = make_budget(settings, model, optimizer, data, processes)
     if budget is not None:
         parts["budget"] = budget
-    facts = {"processes": _describe(processes), "dataset": data.description}
+    # The order of summation, and with it the last bits, depends on the number of processes and the kind of device.
+    on = {"count": processes.count, "device": processes.device.type}
+    facts = {"processes": on, "dataset": data.description}
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
     with owned(out) if processes.first else nullcontext():
@@ -132,11 +134,6 @@ def _make_teacher(settings: Settings, model: nn.Module | None, processes: Proces
         raise SettingsError("distillation: expected a teacher with it, got none")
     moved = model.to(processes.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     return Teacher(moved, settings.distillation, settings.temperature)
-
-
-def _describe(processes: Processes) -> dict[str, Any]:
-    """Return the facts that the order of summation, and with it the last bits, depends on."""
-    return {"count": processes.count, "device": processes.device.type}
 
 
 def recorded_milestones(out: Path) -> tuple[int, ...] | None:
@@ -188,7 +185,7 @@ def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[
     try:
         state: dict[str, Any] = load_checkpoint(path)
         history = [Epoch(**epoch) for epoch in state["history"]]
-        check_same(settings, dict(state["settings"]), len(history), path)
+        check_resumable(settings, dict(state["settings"]), len(history), path)
         for name, expected in facts.items():
             if state[name] != expected:
                 raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {expected}")

@@ -32,7 +32,7 @@ def share_option(help: str) -> Any:
 
 
 def list_option(kind: Callable[[str], Any], metavar: str, *, name: str | None = None, **more: Any) -> Any:
-    """Return the option of values that are separated by commas; ``name`` is another than the field's."""
+    """Return the option of values that are separated by commas; ``name`` replaces that of the field."""
     return Option(*filter(None, [name]), parser=separated(kind), metavar=metavar, **more)
 
 
@@ -47,7 +47,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise SettingsError for a field that is none of its Literal's values or beyond its option's limits."""
+    """Raise SettingsError for a field whose value its Literal does not list or its option does not allow."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
         kind, *options = get_args(hint) if get_origin(hint) is Annotated else [hint]
@@ -437,7 +437,7 @@ def experiment_preset(
     return from_preset("paper", **training), own
 
 
-def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
+def check_resumable(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
     """Raise SettingsError where settings differ from those of the run to resume.
 
     The number of epochs may be larger, and milestones may differ among the epochs to come.
