@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from typer import Option
 
 from loco_ext.experiments import data, figures, files, region_pictures
-from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error
@@ -142,7 +142,7 @@ def load(settings: RegionsSettings, folder: Path | None) -> Dataset:
         return data.load("digits", folder)
     if folder is None:
         raise files.DataError("folder: expected the folder that holds MNIST's idx files, got none")
-    return Dataset("mnist", *files.mnist(folder), classes=CLASSES["digits"], augmented=False)
+    return Dataset("mnist", *files.mnist(folder), classes=10, augmented=False)
 
 
 def measure(

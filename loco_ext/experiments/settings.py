@@ -10,7 +10,7 @@ from typer import Option
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError
-from loco_ext.experiments.data import CLASSES, DATA, FOLDER, IMAGE_SIZE, Dataset
+from loco_ext.experiments.data import DATA, FOLDER, FORMATS, IMAGE_SIZE, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
@@ -117,7 +117,7 @@ class Settings:
         Option(
             "--dataset",
             metavar="NAME",
-            help=f"Data set: {', '.join(CLASSES)}; or folder, your own images, which --data has as train/CLASS/*.png "
+            help=f"Data set: {', '.join(FORMATS)}; or folder, your own images, which --data has as train/CLASS/*.png "
             "and likewise in val or test.",
         ),
     ] = FOLDER

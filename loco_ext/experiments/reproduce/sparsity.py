@@ -5,7 +5,6 @@ and its variants. It announces pictures of filters and their correlations, which
 """
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from loco_ext.experiments import figures, frontier_figures
 from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.records import read
 from loco_ext.experiments.reproduce import sparsity_filters
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
@@ -201,7 +201,7 @@ def _eq34(plan: JobPlan) -> Table:
     rows: list[list[Any]] = []
     for strength, (_, compaction) in _complexity(plan).items():
         if compaction.done:
-            report = json.loads(compaction.result.read_text())
+            report = read(compaction.result)
             error = None if report["accuracy_after"] is None else 100 * (1 - report["accuracy_after"])
             share = report["macs_after"] / report["macs_before"]
             rows.append([SCALES[plan.preset].networks[0], strength, share, error])
