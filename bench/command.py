@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import harness, machine, tables
+from bench import generated, harness, machine, tables
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.ops import backends
 from loco_ext.threads import num_threads
@@ -32,12 +32,8 @@ class Job:
                 yield count
 
     def add(self, *records: dict[str, Any], to: str = "results") -> None:
-        """Append records to a list of the report, and save the report."""
+        """Append records to a list of the report, and write it, so that little is lost by an interruption."""
         self.report[to] += records
-        self.save()
-
-    def save(self) -> None:
-        """Write the report as it is, so that little is lost if the benchmark is interrupted."""
         if self.out is not None:
             harness.write_json(self.out, self.report)
 
@@ -101,5 +97,5 @@ class Command:
         effort = QUICK if arguments.quick else self.effort
         report = {"benchmark": name, "machine": machine.describe() | gpu, "settings": asdict(effort), "results": []}
         self.run(Job(arguments, effort, report, out))
-        tables.publish(report, out)
+        generated.publish(report, out, tables.RENDERERS)
         return 0

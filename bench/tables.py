@@ -8,7 +8,6 @@ Figures in a section are never typed by hand.
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from bench import generated, harness, summary
 from bench.table import (
@@ -309,11 +308,6 @@ RENDERERS = {
         regions,
     )
 }
-
-
-def publish(report: Record, out: Path | None) -> None:
-    """Write a report, if a path is given, and print its tables."""
-    generated.publish(report, out, RENDERERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
