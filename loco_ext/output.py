@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+Rows = tuple[list[str], list[list[str]]]  # a table: the headers of its columns, and the cells of each row
+
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 

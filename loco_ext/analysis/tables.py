@@ -1,11 +1,10 @@
 """Headers and rows of the tables of locality statistics, as LOCO-REG's Table 4, and of suggested factors."""
 
 from loco_ext.analysis.locality import LocalityStatistics
-from loco_ext.output import one_line
+from loco_ext.output import Rows, one_line
 
 PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
 STATISTICS = "Weights closer to the centre minus weights further out, in standard deviations (LOCO-REG, Table 4)"
-Rows = tuple[list[str], list[list[str]]]
 _LONGEST_NAME = 40  # characters of a name in a table
 
 

@@ -40,7 +40,7 @@ from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import cell, note, write_json
+from loco_ext.output import Rows, cell, note, write_json
 
 TOLERANCE = 1e-2  # on the residual of the power iteration
 EVALUATED = ("loss", "accuracy")
@@ -285,7 +285,7 @@ class _Batches(Sequence[tuple[Tensor, Tensor]]):
         return self.normalization(self.images[index]), self.labels[index]
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all networks, with the curvature after training."""
     headers = ["network", "from", "weights", "test before", "test after", "delta local", "delta share", "top eigen"]
     own: Record = {"relax": CNN, "switch_time": None, "after": {}}

@@ -47,7 +47,7 @@ from loco_ext.experiments.settings import (
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
-from loco_ext.output import write_json
+from loco_ext.output import Rows, write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity.folded_norms import convolutions_and_norms
@@ -344,7 +344,7 @@ def filter_norms(model: nn.Module) -> dict[str, float]:
     return {"weight_norm": mean(norms), "effective_norm": mean(effective)}
 
 
-def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def rows(record: dict[str, Any]) -> Rows:
     """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
     headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "filters", "ms"]

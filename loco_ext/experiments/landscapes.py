@@ -41,7 +41,7 @@ from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from loco_ext.folders import owned
-from loco_ext.output import note, progress_bar, write_json
+from loco_ext.output import Rows, note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
 BATCH = 500
@@ -312,7 +312,7 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
     return found
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all arms: means over seeds, plus or minus their standard errors."""
     headers = ["arm", "accuracy", "TV", *FAMILIES, "ablation", "Lemma 1"]
     cells = []

@@ -33,7 +33,7 @@ from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields, count_option, list_option
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
-from loco_ext.output import cell, note, progress_bar, write_json
+from loco_ext.output import Rows, cell, note, progress_bar, write_json
 from loco_ext.regularizers import ROLL, region_radius
 
 MOST_POINTS_LOST = 0.5  # percentage points of accuracy that a network may lose and still count
@@ -302,7 +302,7 @@ def best(arms: list[Record]) -> Record | None:
     return max(within, key=lambda arm: arm["ratio"]["2"]["mean"], default=None)
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all settings; an asterisk marks the best within half a point."""
     chosen = best(record["arms"])
     headers = ["strength", "hinge", "percent", "accuracy", "radius, p=1", "p=2", "p=inf", "ratio, p=2"]

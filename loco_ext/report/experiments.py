@@ -16,11 +16,9 @@ from loco_ext.experiments import (
     regions,
 )
 from loco_ext.experiments.records import Record
-from loco_ext.output import one_line
+from loco_ext.output import Rows, one_line
 from loco_ext.report.content import Plot, Section, Table, plot
 from loco_ext.report.runs import Run
-
-Rows = tuple[list[str], list[list[str]]]
 
 
 class _Experiment(NamedTuple):
