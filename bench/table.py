@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loco_ext.output import markdown_table
+
 Record = dict[str, Any]
 Columns = list[tuple[str, Callable[[Record], str]]]  # the header of each column, and the cell of a record
 RULE_NAMES = {"sgd": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"}
@@ -21,8 +23,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in GitHub's Markdown."""
-        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return f"{self.title}\n\n{markdown_table(self.headers, self.rows)}"
 
 
 def table(title: str, records: Sequence[Record], columns: Columns) -> Table:

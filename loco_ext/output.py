@@ -112,6 +112,17 @@ def _parts(widths: Sequence[int], limit: int) -> list[list[int]]:
     return parts
 
 
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in GitHub's Markdown.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headers, ["---"] * len(headers), *rows))
+
+
 def setting_text(value: Any, separator: str = ",") -> str:
     """Return a setting as text.
 
