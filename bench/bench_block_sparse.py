@@ -12,7 +12,6 @@ the growth of a fresh process during the second call beyond its results, divided
 
 import ctypes
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,32 +127,21 @@ def expected(problem: Problem) -> Tensor:
         return candidate.result(candidate.forward())
 
 
-def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers: Sequence[str]) -> list[dict[str, Any]]:
+def measure(layer: str, batch: int, effort: harness.Effort, peers: Sequence[str]) -> list[dict[str, Any]]:
     """Return the records of a case, one for each pass: timings, and ratios within rounds."""
     problem = make_problem(LAYERS[layer], batch)
     reference = expected(problem)
+    candidates = {name: make() for name, make in makers(problem, peers).items()}
+    for name, candidate in candidates.items():
+        if not name.startswith("conv2d"):
+            found = candidate.result(candidate.forward())
+            harness.check(f"{layer}, {name}", found[: len(reference)], reference, TOLERANCE[found.dtype])
     records = []
-    with harness.num_threads(threads):
-        candidates = {name: make() for name, make in makers(problem, peers).items()}
-        for name, candidate in candidates.items():
-            if not name.startswith("conv2d"):
-                found = candidate.result(candidate.forward())
-                harness.check(f"{layer}, {name}", found[: len(reference)], reference, TOLERANCE[found.dtype])
-        for mode in PASSES:
-            calls = {name: call for name, c in candidates.items() if (call := getattr(c, mode)) is not None}
-            label = f"{layer}, batch {batch}, {mode}, threads {threads}"
-            timings = harness.compare(calls.copy, effort, label)
-            records.append(
-                {
-                    "layer": layer,
-                    "batch": batch,
-                    "pass": mode,
-                    "threads": threads,
-                    "load_average": os.getloadavg()[0],
-                    "candidates": timings.to_dict(),
-                    "ratios": timings.ratios(RATIOS),
-                }
-            )
+    for mode in PASSES:
+        calls = {name: call for name, c in candidates.items() if (call := getattr(c, mode)) is not None}
+        timings = harness.compare(calls.copy, effort, f"{layer}, batch {batch}, {mode}")
+        case = {"layer": layer, "batch": batch, "pass": mode}
+        records.append(case | timings.record() | {"ratios": timings.ratios(RATIOS)})
     return records
 
 
@@ -228,29 +216,21 @@ def run(job: Job) -> None:
     report, arguments = job.report, job.arguments
     report["machine"]["jax"] = package_version("jax")
     report["settings"]["tolerance"] = {str(k): v for k, v in TOLERANCE.items()}
-    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["bandwidth"] = [harness.bandwidth(job.effort) for _ in job.threads()]
     report["not_measured"] = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}
     with loco_ext.backend("native"):
         for layer in arguments.layers:
-            for batch in arguments.batches or BATCHES[layer]:
+            for batch in BATCHES[layer]:
                 wanted = PEERS if (layer, batch) in PEER_CASES else ()
                 peers = [name for name in wanted if cannot(name, LAYERS[layer]) is None]
-                for threads in arguments.threads:
-                    job.add(*measure(layer, batch, threads, job.effort, peers))
+                for _ in job.threads():
+                    job.add(*measure(layer, batch, job.effort, peers))
     report["memory"] = measure_memory(arguments.layers)
     report["targets"] = targets(report)
 
 
-COMMAND = Command(
-    "bench_block_sparse",
-    __doc__,
-    run,
-    {"layers": LAYERS},
-    {"batches": {"nargs": "*", "type": int, "help": "in place of each layer's own"}},
-    {"min_rounds": 8, "min_seconds": 2.0, "warmup": 2, "builds": 1},
-    keep_memory=True,
-)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=2.0, warmup=2, builds=1)
+main = Command("bench_block_sparse", __doc__, run, {"layers": LAYERS}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Layers between convolution and full connection on an NVIDIA GPU: ours in Triton against convolution, unfold and bmm.
 
-Layers and candidates are those of bench/bench_block_sparse.py; clocks and cold caches are those of
-bench/bench_optim_step_gpu.py. A forward pass has one product and its backward pass two, and each must at least read or
-write input, output and values once; the time of a device copy of that many bytes is reported as the floor. All
-candidates multiply "float32" in IEEE arithmetic and "tf32" in TF32.
+Layers and candidates are those of bench/bench_block_sparse.py, timed as bench/gpu_timer.py does. A forward pass has one
+product and its backward pass two, and each must at least read or write input, output and values once; the time of a
+device copy of that many bytes is reported as the floor. All candidates multiply "float32" in IEEE arithmetic and "tf32"
+in TF32.
 """
 
 import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor
 import loco_ext
 from bench import bench_block_sparse, harness
 from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
-from bench.bench_optim_step_gpu import Flush, both, make_flush, time_both
 from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
 from bench.command import Command, Job
+from bench.gpu_timer import GpuTimer, both
 from bench.targets import target
 
 DEVICE = "cuda"
@@ -101,9 +101,7 @@ def make_candidates(label: str, problem: Problem, reference: Tensor, tolerance: 
     return candidates
 
 
-def measure(
-    layer: str, batch: int, arithmetic: str, effort: harness.Effort, flush: Flush, copy: float
-) -> list[dict[str, Any]]:
+def measure(layer: str, batch: int, arithmetic: str, timer: GpuTimer) -> list[dict[str, Any]]:
     """Return the records of a case, one for each pass."""
     on_host, how = make_problem(LAYERS[layer], batch), ARITHMETIC[arithmetic]
     reference = expected(on_host)
@@ -115,8 +113,8 @@ def measure(
         candidates = make_candidates(label, problem, reference, how.tolerance)
         for mode in PASSES:
             calls = {name: getattr(candidate, mode) for name, candidate in candidates.items()}
-            gpu, host = time_both(functools.partial(dict, calls), effort, flush, f"{label}, {mode}")
-            floor = PRODUCTS[mode] * moved / copy
+            gpu, host = timer.compare(functools.partial(dict, calls), f"{label}, {mode}")
+            floor = PRODUCTS[mode] * moved / timer.copy_bandwidth["median"]
             records.append(
                 {
                     "layer": layer,
@@ -162,17 +160,23 @@ def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     cases = cases_of(job.arguments)
     job.report["settings"]["cases"] = len(cases) * len(PASSES)
-    flush, copy = make_flush(job.effort), job.report["copy_bandwidth"]["median"]
+    timer = GpuTimer(job.effort)
+    job.report["copy_bandwidth"] = timer.copy_bandwidth
     with loco_ext.backend("triton"):
         for case in cases:
-            job.add(*measure(*case, job.effort, flush, copy))
+            job.add(*measure(*case, timer))
             job.report["targets"] = targets(job.report)
 
 
-OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7, "builds": 1}
-COMMAND = Command("bench_block_sparse_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("block_sparse", "triton"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7, builds=1)
+main = Command(
+    "bench_block_sparse_gpu",
+    __doc__,
+    run,
+    {"layers": LAYERS, "arithmetic": ARITHMETIC},
+    EFFORT,
+    gpu=("block_sparse", "triton"),
+).main
 
 
 if __name__ == "__main__":

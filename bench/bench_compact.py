@@ -9,9 +9,8 @@ returns to the system depends on what ran before, and page faults would dominate
 
 import copy
 import itertools
-import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,44 +70,33 @@ def _strike(weight: Tensor, pattern: str, chance: float) -> None:
             one[:, rings < lost] = 0
 
 
-def measure(name: str, pattern: str, memory_format: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
+def measure(name: str, pattern: str, memory_format: str, effort: harness.Effort) -> dict[str, Any]:
     """Return latencies of all candidates, MACs, and speedups of the compacted network."""
     layout: dict[str, Any] = {"memory_format": FORMATS[memory_format]}
-    label = f"{name}, {pattern}, {memory_format}, threads {threads}"
-    with harness.num_threads(threads), torch.inference_mode():
-        x = torch.randn(BATCH_SIZE, *IMAGE).contiguous(**layout)
-        with torch.inference_mode(mode=False):
-            network = half(name, pattern).to(**layout)
-            compacted, report = sparsity.compact(network, x.clone())
-            unfolded, _ = sparsity.compact(network, x.clone(), fold_norms=False)
-            folded = copy.deepcopy(network)
-            fold(folded)
-            folded.to(**layout)
-        networks: dict[str, nn.Module] = {"network": network, "norms folded": folded}
-        networks |= {"compacted, norms kept": unfolded, "compacted": compacted}
+    network, x = half(name, pattern).to(**layout), torch.randn(BATCH_SIZE, *IMAGE).contiguous(**layout)
+    compacted, report = sparsity.compact(network, x)
+    unfolded, _ = sparsity.compact(network, x, fold_norms=False)
+    folded = copy.deepcopy(network)
+    fold(folded)
+    folded.to(**layout)
+    networks: dict[str, nn.Module] = {"network": network, "norms folded": folded}
+    networks |= {"compacted, norms kept": unfolded, "compacted": compacted}
+
+    def build() -> dict[str, Callable[[], object]]:
+        return {key: partial(copy.deepcopy(candidate), x) for key, candidate in networks.items()}
+
+    with torch.inference_mode():
         expected = network(x)
         for candidate in networks.values():
             torch.testing.assert_close(candidate(x), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-
-        def build() -> dict[str, Callable[[], object]]:
-            return {key: partial(copy.deepcopy(candidate), x) for key, candidate in networks.items()}
-
-        timings = harness.compare(build, effort, label)
+        timings = harness.compare(build, effort, f"{name}, {pattern}, {memory_format}")
     return {
-        "network": name,
-        "pattern": pattern,
-        "memory_format": memory_format,
-        "threads": threads,
-        "load_average": os.getloadavg()[0],
-        "candidates": timings.to_dict(),
+        **{"network": name, "pattern": pattern, "memory_format": memory_format},
+        **timings.record(),
         "speedup": timings.ratio("network", "compacted"),
         "speedup_norms_kept": timings.ratio("network", "compacted, norms kept"),
         "speedup_over_folded": timings.ratio("norms folded", "compacted"),
-        "macs": {
-            "before": report.macs_before,
-            "after": report.macs_after,
-            "executed": report.macs_executed,
-        },
+        "macs": {"before": report.macs_before, "after": report.macs_after, "executed": report.macs_executed},
         "notes": report.notes,
     }
 
@@ -117,14 +105,20 @@ def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     job.report["settings"] |= {"batch_size": BATCH_SIZE, "image": IMAGE}
     chosen = job.arguments
-    for case in itertools.product(chosen.networks, chosen.patterns, chosen.formats, chosen.threads):
-        job.add(measure(*case, job.effort))
+    for case in itertools.product(chosen.networks, chosen.patterns, chosen.formats):
+        for _ in job.threads():
+            job.add(measure(*case, job.effort))
 
 
-OPTIONS: dict[str, Collection[str]] = {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS}
-EFFORT = {"min_rounds": 8, "min_seconds": 1.5, "warmup": 1, "builds": 2}
-COMMAND = Command("bench_compact", __doc__, run, OPTIONS, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
+main = Command(
+    "bench_compact",
+    __doc__,
+    run,
+    {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS},
+    EFFORT,
+    keep_memory=True,
+).main
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ in its parameters. All of them are called in turn, so that they see the same mac
 calls take seconds, in which a shared machine runs other processes too.
 """
 
-import itertools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -87,24 +85,19 @@ def make(model: str, batch_size: int) -> tuple[nn.Module, Tensor]:
     return find_model(model).make(3, 10, 32), torch.randn(batch_size, 3, 32, 32)
 
 
-def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
+def measure(model: str, effort: harness.Effort) -> dict[str, Any]:
     """Return seconds of a plain step and of one application by each route, and their ratios."""
 
     def build() -> dict[str, Callable[[], object]]:
         network, x = make(model, BATCH_SIZE[model])
         return {"plain step": training_step(network, x)} | {name: route(network, x) for name, route in ROUTES.items()}
 
-    with harness.num_threads(threads):
-        timings = harness.compare(
-            build, effort, f"{model}, threads {threads}", clock=harness.clock_of(time.process_time)
-        )
+    timings = harness.compare(build, effort, model, clock=harness.clock_of(time.process_time))
     steps = {name: timings.ratio(name, "plain step") for name in ROUTES}
     return {
         "model": model,
         "batch_size": BATCH_SIZE[model],
-        "threads": threads,
-        "load_average": os.getloadavg()[0],
-        "candidates": timings.to_dict(),
+        **timings.record(),
         "steps": steps,  # the time of one application in plain steps
         "amortised": {name: 1 + ratio / EVERY for name, ratio in steps.items()},
         "speedup": {name: timings.ratio(name, "ours") for name in ROUTES if name not in ("ours", "ours, two chunks")},
@@ -147,8 +140,9 @@ def run(job: Job) -> None:
         peaks = {name: median_peak(model, options) for name, options in MEMORY.items()}
         record = {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": _shares(peaks)}
         job.add(record, to="memory")
-    for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
-        job.add(measure(model, job.effort, threads))
+    for model in job.arguments.models:
+        for _ in job.threads():
+            job.add(measure(model, job.effort))
     report["targets"] = targets(report)
 
 
@@ -173,9 +167,8 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-EFFORT = {"min_rounds": 3, "min_seconds": 0.0, "warmup": 1, "builds": 1}
-COMMAND = Command("bench_landscape", __doc__, run, {"models": BATCH_SIZE}, effort=EFFORT)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=3, min_seconds=0.0, warmup=1, builds=1)
+main = Command("bench_landscape", __doc__, run, {"models": BATCH_SIZE}, EFFORT).main
 
 
 if __name__ == "__main__":

@@ -2,21 +2,18 @@
 
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: the addresses of
 tensors change times by several percent, and sharing them changes all candidates alike; in addition, all are rebuilt
-several times. The scaling of our steps with threads is measured separately, ours alone with one thread and with several
-in turn, because busy-waiting threads of peers would slow down a step that does not use them. Gradients are fixed random
-tensors. "map" is LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more
-than one tap: the fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update
-of the same size run among the candidates.
+several times. Gradients are fixed random tensors. "map" is LOCO-REG's decay map (its section 6) applied by hand before
+torch's step, to every convolution of more than one tap: the fastest way we know in eager PyTorch. On the network
+"large", torch's copy, triad and in-place update of the same size run among the candidates.
 """
 
 import functools
 import itertools
 import math
-import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,8 +128,6 @@ CANDIDATES: dict[str, Callable[..., Step]] = {
 }
 LARGE_CANDIDATES = ("torch_loop", "torch_foreach", "torch_fused", "ours_uniform", "ours_loco")
 
-OURS = {"uniform": "ours_uniform", "loco": "ours_loco"}
-
 # name: (numerator, denominator)
 RATIOS = {
     "loco / uniform": ("ours_loco", "ours_uniform"),
@@ -163,75 +158,21 @@ def make_steps(network: str, rule: Rule) -> dict[str, Step]:
     return {name: CANDIDATES[name](rule, parameters, state) for name in names}
 
 
-def measure(
-    network: str, rule_name: str, threads: Sequence[int], effort: harness.Effort, flush: bool = False
-) -> list[dict[str, Any]]:
-    """Return one record for each number of threads: all candidates' timings, and ratios of their medians."""
-    rule = RULES[rule_name]
-    tensor_shapes = list(shapes.NETWORKS[network]())
-    elements = sum(map(math.prod, tensor_shapes))
+def measure(network: str, rule_name: str, effort: harness.Effort) -> dict[str, Any]:
+    """Return the record of a network and rule: all candidates' timings, and ratios within rounds."""
+    rule, sizes = RULES[rule_name], [math.prod(shape) for shape in shapes.NETWORKS[network]()]
     large = network == "large"
-    cleared = harness.cache_flush() if flush else None
-    records: list[dict[str, Any]] = []
-    alone = measure_threads(network, rule, threads, effort, f"{network} {rule_name}", cleared)
 
     def build() -> dict[str, Step]:
-        return make_steps(network, rule) | (harness.stream_kernels(elements) if large else {})
+        return make_steps(network, rule) | (harness.stream_kernels(sum(sizes)) if large else {})
 
-    for count in threads:
-        with harness.num_threads(count):
-            label = f"{network} {rule_name}, threads {count}"
-            timings = harness.compare(build, effort, label, cleared and (lambda _: cleared()))
+    timings = harness.compare(build, effort, f"{network} {rule_name}")
+    record = {"network": network, "rule": rule_name, "tensors": len(sizes), "elements": sum(sizes)}
+    record |= timings.record() | {"ratios": timings.ratios(RATIOS)}
+    if large:
         medians = {name: timing.median for name, timing in timings.items()}
-        record = {
-            "network": network,
-            "rule": rule_name,
-            "threads": count,
-            "tensors": len(tensor_shapes),
-            "elements": elements,
-            "load_average": os.getloadavg()[0],
-            "candidates": {name: asdict(timings[name]) for name in timings if name in CANDIDATES},
-            "alone": {name: asdict(alone[case]) for name in OURS.values() if (case := f"{name}, {count}") in alone},
-            "ratios": timings.ratios(RATIOS) | scaling(alone, count, threads[0]),
-        }
-        if large:
-            record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
-        records.append(record)
-    return records
-
-
-def measure_threads(
-    network: str,
-    rule: Rule,
-    threads: Sequence[int],
-    effort: harness.Effort,
-    label: str,
-    cleared: Callable[[], object] | None,
-) -> harness.Comparison | dict[str, harness.Timing]:
-    """Time our steps alone with every number of threads in turn, as "name, count"; nothing for a single number."""
-    if len(threads) == 1:
-        return {}
-    cases = {f"{name}, {count}": (name, count) for name in OURS.values() for count in threads}
-
-    def before(case: str) -> None:
-        if cleared is not None:
-            cleared()
-        torch.set_num_threads(cases[case][1])
-
-    def build() -> dict[str, Step]:
-        steps = make_steps(network, rule)
-        return {case: steps[name] for case, (name, _) in cases.items()}
-
-    with harness.num_threads(threads[0]):
-        return harness.compare(build, effort, f"{label}, threads in turn", before)
-
-
-def scaling(alone: harness.Comparison | dict[str, harness.Timing], count: int, first: int) -> dict[str, float]:
-    """Return the time of our steps with ``count`` threads over their time with the first number of threads."""
-    if count == first or not isinstance(alone, harness.Comparison):
-        return {}
-    found = {key: alone.ratio(f"{name}, {count}", f"{name}, {first}") for key, name in OURS.items()}
-    return {f"{key}, {count} threads / {first}": value for key, value in found.items()}
+        record["bandwidth"] = step_bandwidth(medians, rule.arrays, sum(sizes))
+    return record
 
 
 def step_bandwidth(medians: dict[str, float], arrays: int, elements: int) -> dict[str, dict[str, float]]:
@@ -255,21 +196,19 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     report, arguments = job.report, job.arguments
-    report["settings"] |= {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
-    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["settings"] |= {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
+    report["bandwidth"] = [harness.bandwidth(job.effort) for _ in job.threads()]
     report["peak_memory"] = []
     with loco_ext.backend("native"):
         for network, rule in itertools.product(arguments.networks, arguments.rules):
-            job.add(*measure(network, rule, arguments.threads, job.effort, arguments.flush))
+            for _ in job.threads():
+                job.add(measure(network, rule, job.effort))
     if "large" in arguments.networks:
         for rule, name in itertools.product(arguments.rules, LARGE_CANDIDATES):
             job.add(harness.in_fresh_process(peak_memory, "large", rule, name), to="peak_memory")
 
 
-OPTIONS: dict[str, Collection[str]] = {"networks": shapes.NETWORKS, "rules": RULES}
-FLUSH = {"action": "store_true", "help": "overwrite the caches before every call"}
-COMMAND = Command("bench_optim_step", __doc__, run, OPTIONS, {"flush": FLUSH})
-main = COMMAND.main
+main = Command("bench_optim_step", __doc__, run, {"networks": shapes.NETWORKS, "rules": RULES}).main
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """One optimizer step over all parameters of a network on an NVIDIA GPU: torch's implementations against ours.
 
 Each case is a network, a rule, a dtype (of parameters, gradients and states) and a mode: steps called one by one
-("eager") or replayed from a CUDA graph. Its candidates run interleaved, on the same parameters, gradients and moments.
-Before every call, enough memory is read to evict all of them from the GPU's cache, and for long enough that the host
-can enqueue the whole step meanwhile: CUDA events then measure the GPU's time alone. The host's time to enqueue the step
-is measured separately on an idle GPU. An eager step takes the longer of the two, a replayed one the GPU's time. "cuda"
-and "triton" are ours, with uniform decay or with LOCO-REG's map.
+("eager") or replayed from a CUDA graph. Its candidates run interleaved, on the same parameters, gradients and moments,
+timed as bench/gpu_timer.py does. An eager step takes the longer of the times of GPU and host, a replayed one the GPU's.
+"cuda" and "triton" are ours, with uniform decay or with LOCO-REG's map.
 
 apex, whose optimizers are multi-tensor-apply kernels like torch's fused ones, is measured in float32 where it is
 installed; for other dtypes it keeps its states in float32.
@@ -16,9 +14,8 @@ import importlib
 import itertools
 import math
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -42,6 +39,7 @@ from bench.bench_optim_step import (
     torch_step,
 )
 from bench.command import Command, Job
+from bench.gpu_timer import GpuTimer, both, capture, forced, step_seconds
 from bench.targets import target
 from loco_ext.ops import backends
 from loco_ext.optim.locality import decay_maps
@@ -51,10 +49,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("eager", "graph")
 BACKENDS = {"cuda": "native", "triton": "triton"}  # our candidates, and the backend of the package that each uses
 MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-
-# The GPU is kept busy before a timed call for this multiple of the time that the host needs for the call.
-LEAD = 1.5
-WARM_UP = 3  # steps before one is captured
 
 # name: (numerator, denominator)
 RATIOS = {
@@ -89,40 +83,6 @@ class Case:
     @property
     def element_size(self) -> int:
         return DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A captured step. It keeps a reference to the step, whose tensors the graph reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    step: Step
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
-def capture(step: Step) -> Step:
-    """Return the step as a CUDA graph, after the warm-up steps that graphs need."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that a capturable optimizer steps outside of a graph
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return Replay(graph, step)
-
-
-def forced(call: Callable[[], object], backend: str) -> Step:
-    """Return the call, forced to one of our backends."""
-
-    def call_in_backend() -> None:
-        with loco_ext.backend(backend):
-            call()
-
-    return call_in_backend
 
 
 def backend_step(
@@ -194,56 +154,12 @@ def make_steps(case: Case) -> dict[str, Step]:
     return {name: capture(step) for name, step in steps.items()} if case.mode == "graph" else steps
 
 
-@dataclass(frozen=True)
-class Flush:
-    """A call that clears the GPU's cache, and the seconds that the GPU takes for it."""
-
-    call: Callable[[], object]
-    seconds: float
-
-    def times(self, host_seconds: float) -> int:
-        """Return how many flushes keep the GPU busy while the host enqueues a call that takes it this long."""
-        return 1 + math.ceil(LEAD * host_seconds / self.seconds)
-
-
-def make_flush(effort: harness.Effort) -> Flush:
-    """Measure how long clearing the cache takes."""
-    call = harness.gpu_cache_flush()
-    timing = harness.compare(lambda: {"flush": call}, effort, "cache flush", lambda _: call(), harness.gpu_seconds)
-    return Flush(call, timing["flush"].median)
-
-
-def measure(case: Case, effort: harness.Effort, flush: Flush, copy: float) -> dict[str, Any]:
-    """Return the record of a case."""
-    return record(case, *time_both(functools.partial(make_steps, case), effort, flush, str(case)), copy)
-
-
-def time_both(
-    build: Callable[[], dict[str, Step]], effort: harness.Effort, flush: Flush, label: str
-) -> tuple[harness.Comparison, harness.Comparison]:
-    """Return the GPU's time of every call, with a cold cache, and the host's time to enqueue it."""
-    short = replace(effort, min_seconds=effort.min_seconds / 4, builds=1)
-    host = harness.compare(build, short, f"{label}, host", lambda _: torch.cuda.synchronize())
-    times = {name: flush.times(timing.median) for name, timing in host.items()}
-
-    def before(name: str) -> None:
-        for _ in range(times[name]):
-            flush.call()
-
-    return harness.compare(build, effort, label, before, harness.gpu_seconds), host
-
-
-def both(gpu: Mapping[str, harness.Timing], host: Mapping[str, harness.Timing]) -> dict[str, dict[str, Any]]:
-    """Return the GPU and host timings of each candidate."""
-    return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
-
-
 def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float) -> dict[str, Any]:
     """Return timings, total time of a step, bandwidth beside that of a copy, and ratios."""
     elements = [math.prod(shape) for shape in shapes.GPU_NETWORKS[case.network]()]
     moved = RULES[case.rule].arrays * case.element_size * sum(elements)
     on_gpu = {name: timing.median for name, timing in gpu.items()}
-    steps = {name: max(on_gpu[name], host[name].median) for name in gpu} if case.mode == "eager" else on_gpu
+    steps = step_seconds(gpu, host, case.mode)
     rates = {name: moved / seconds for name, seconds in on_gpu.items()}
     return {
         **asdict(case),
@@ -326,21 +242,23 @@ def run(job: Job) -> None:
         for rule in chosen.rules
         if f"{name}_uniform" not in missing
     }
-    flush = make_flush(job.effort)
-    for case in cases:
-        job.add(measure(Case(*case), job.effort, flush, report["copy_bandwidth"]["median"]))
+    timer = GpuTimer(job.effort)
+    report["copy_bandwidth"] = timer.copy_bandwidth
+    for case in itertools.starmap(Case, cases):
+        gpu, host = timer.compare(functools.partial(make_steps, case), str(case))
+        job.add(record(case, gpu, host, timer.copy_bandwidth["median"]))
         report["targets"] = targets(report)
 
 
-OPTIONS: dict[str, Collection[str]] = {
-    "networks": shapes.GPU_NETWORKS,
-    "rules": RULES,
-    "dtypes": DTYPES,
-    "modes": MODES,
-}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
-COMMAND = Command("bench_optim_step_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("optim_step", "native"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7)
+main = Command(
+    "bench_optim_step_gpu",
+    __doc__,
+    run,
+    {"networks": shapes.GPU_NETWORKS, "rules": RULES, "dtypes": DTYPES, "modes": MODES},
+    EFFORT,
+    gpu=("optim_step", "native"),
+).main
 
 
 if __name__ == "__main__":

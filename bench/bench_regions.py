@@ -129,7 +129,7 @@ def norm_error() -> float:
     return ((ours(model, x) - exact).abs() / exact).max().item()
 
 
-def measure(batch: int, threads: int, effort: harness.Effort) -> dict[str, Any]:
+def measure(batch: int, effort: harness.Effort) -> dict[str, Any]:
     """Return the times of all candidates, and their ratios."""
     model, x = make_network(INPUTS), inputs_of(batch, INPUTS)
     names = [name for name in CANDIDATES if batch <= MOST_SAMPLES.get(name, batch)]
@@ -137,31 +137,19 @@ def measure(batch: int, threads: int, effort: harness.Effort) -> dict[str, Any]:
     def build() -> dict[str, Callable[[], object]]:
         return {name: functools.partial(CANDIDATES[name], model, x) for name in names}
 
-    with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"norms, batch {batch}, threads {threads}")
-    return {
-        "batch": batch,
-        "threads": threads,
-        "candidates": timings.to_dict(),
-        "ratios": timings.ratios(RATIOS),
-    }
+    timings = harness.compare(build, effort, f"norms, batch {batch}")
+    return {"batch": batch, **timings.record(), "ratios": timings.ratios(RATIOS)}
 
 
-def measure_gram(batch: int, threads: int, effort: harness.Effort) -> dict[str, Any]:
+def measure_gram(batch: int, effort: harness.Effort) -> dict[str, Any]:
     """Return the times of the Gram recursion for both input sizes, and their ratio."""
     problems = {str(size): (make_network(size), inputs_of(batch, size)) for size in (INPUTS, LARGE_INPUTS)}
 
     def build() -> dict[str, Callable[[], object]]:
         return {name: functools.partial(ours, *problem) for name, problem in problems.items()}
 
-    with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"Gram recursion, batch {batch}, threads {threads}")
-    return {
-        "batch": batch,
-        "threads": threads,
-        "candidates": timings.to_dict(),
-        "growth": timings.ratio(str(LARGE_INPUTS), str(INPUTS)),
-    }
+    timings = harness.compare(build, effort, f"Gram recursion, batch {batch}")
+    return {"batch": batch, **timings.record(), "growth": timings.ratio(str(LARGE_INPUTS), str(INPUTS))}
 
 
 def count_probes() -> list[dict[str, Any]]:
@@ -193,19 +181,19 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    report, threads = job.report, job.arguments.threads
+    report = job.report
     report["not_measured"] = NOT_MEASURED | ({} if "backpack" in CANDIDATES else {"BackPACK": "not installed"})
     report |= {"error": norm_error(), "probes": count_probes(), "gram": []}
-    for count, batch in itertools.product(threads, job.arguments.batches):
-        job.add(measure(int(batch), count, job.effort))
-    for count, batch in itertools.product(threads, GRAM_BATCHES):
-        job.add(measure_gram(batch, count, job.effort), to="gram")
+    for _ in job.threads():
+        for batch in job.arguments.batches:
+            job.add(measure(int(batch), job.effort))
+        for size in GRAM_BATCHES:
+            job.add(measure_gram(size, job.effort), to="gram")
     report["targets"] = targets(report)
 
 
-EFFORT = {"min_rounds": 8, "min_seconds": 1.0, "warmup": 1, "builds": 2}
-COMMAND = Command("bench_regions", __doc__, run, {"batches": BATCHES}, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=8, min_seconds=1.0, warmup=1, builds=2)
+main = Command("bench_regions", __doc__, run, {"batches": BATCHES}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ one on every convolution, which is the default of parameter_groups.
 """
 
 import functools
-import itertools
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -42,8 +40,6 @@ STRENGTH = 1e-3  # in a step: too small to empty the network during the measurem
 SHIFTS = range(7919, 7919 * 17, 7919)
 # Error allowed relative to the largest weight: enough for float32 rounding, too little for a mistake in the method.
 TOLERANCE = 1e-4
-
-Build = Callable[[], dict[str, Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,7 @@ def expected(case: Case, weight: Tensor) -> Tensor:
         return case.penalty.prox(weight.double(), 1.0, make_metric(weight).double() if case.metric else None)
 
 
-def measure_prox(
-    name: str, threads: int, effort: harness.Effort, reference: Tensor, missing: dict[str, str]
-) -> dict[str, Any]:
+def measure_prox(name: str, effort: harness.Effort, reference: Tensor, missing: dict[str, str]) -> dict[str, Any]:
     """Return the record of a case: timings, and ratios within rounds."""
     case = CASES[name]
     source = make_weight(case.shape)
@@ -150,17 +144,10 @@ def measure_prox(
                 harness.check(f"{name}, {label}", candidate.result(candidate.call()), reference, TOLERANCE)
         return {label: candidate.call for label, candidate in candidates.items()}
 
-    with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"{name}, threads {threads}", restore)
-    return {
-        "case": name,
-        "threads": threads,
-        "shape": case.shape,
-        "zeros": (reference == 0).double().mean().item(),
-        "load_average": os.getloadavg()[0],
-        "candidates": timings.to_dict(),
-        "ratios": timings.ratios(RATIOS),
-    }
+    timings = harness.compare(build, effort, name, restore)
+    zeros = (reference == 0).double().mean().item()
+    record = {"case": name, "shape": case.shape, "zeros": zeros}
+    return record | timings.record() | {"ratios": timings.ratios(RATIOS)}
 
 
 def penalties_of(parameters: Parameters, least_taps: float) -> list[sparsity.Penalty | None] | None:
@@ -189,19 +176,11 @@ def penalised_step(rule: Rule, parameters: Parameters, state: State, least_taps:
     return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
 
-def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
+def measure_step(rule_name: str, effort: harness.Effort) -> dict[str, Any]:
     """Return the record of a rule: timings, and ratios within rounds."""
-    build: Build = functools.partial(make_steps, NETWORK, RULES[rule_name])
-    with harness.num_threads(threads):
-        timings = harness.compare(build, effort, f"{NETWORK} {rule_name}, threads {threads}")
-    return {
-        "network": NETWORK,
-        "rule": rule_name,
-        "threads": threads,
-        "load_average": os.getloadavg()[0],
-        "candidates": timings.to_dict(),
-        "ratios": timings.ratios(STEP_RATIOS),
-    }
+    build = functools.partial(make_steps, NETWORK, RULES[rule_name])
+    timings = harness.compare(build, effort, f"{NETWORK} {rule_name}")
+    return {"network": NETWORK, "rule": rule_name, **timings.record(), "ratios": timings.ratios(STEP_RATIOS)}
 
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -228,20 +207,20 @@ def run(job: Job) -> None:
     report, arguments, missing = job.report, job.arguments, ring_prox_peers.not_installed()
     report["machine"] |= {name: package_version(name) for name in ("spams-bin", "torchao")}
     report["settings"] |= {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE}
-    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["bandwidth"] = [harness.bandwidth(job.effort) for _ in job.threads()]
     report |= {"not_measured": missing, "steps": []}
     with loco_ext.backend("native"):
         for name in arguments.cases:
             reference = expected(CASES[name], make_weight(CASES[name].shape))
-            for threads in arguments.threads:
-                job.add(measure_prox(name, threads, job.effort, reference, missing))
-        for rule, threads in itertools.product(arguments.rules, arguments.threads):
-            job.add(measure_step(rule, threads, job.effort), to="steps")
+            for _ in job.threads():
+                job.add(measure_prox(name, job.effort, reference, missing))
+        for rule in arguments.rules:
+            for _ in job.threads():
+                job.add(measure_step(rule, job.effort), to="steps")
     report["targets"] = targets(report)
 
 
-COMMAND = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES})
-main = COMMAND.main
+main = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES}).main
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The exact prox of ring penalties on an NVIDIA GPU, alone and after an optimizer step.
 
-The cases are those of bench/bench_ring_prox.py; clocks and cold caches are those of bench/bench_optim_step_gpu.py.
+The cases are those of bench/bench_ring_prox.py, timed as bench/gpu_timer.py does.
 "cuda" and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. A prox alone must at
 least read the weight, and the metric if there is one, and write the result; the bandwidth of that traffic is reported
 beside a device copy's. Eager and compiled PyTorch run in float32.
@@ -19,9 +19,10 @@ from torch import Tensor
 import loco_ext
 from bench import bench_ring_prox, harness
 from bench.bench_optim_step import State, Step, make_parameters
-from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, both, capture, forced, make_flush, time_both
+from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, make_weight, penalised_step
 from bench.command import Command, Job
+from bench.gpu_timer import GpuTimer, both, capture, forced, step_seconds
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
 
@@ -58,13 +59,12 @@ def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str
     return calls
 
 
-def measure_prox(
-    name: str, dtype: str, effort: harness.Effort, flush: Flush, copy: float, missing: Collection[str]
-) -> dict[str, Any]:
+def measure_prox(name: str, dtype: str, timer: GpuTimer, missing: Collection[str]) -> dict[str, Any]:
     """Return the record of a case in one dtype."""
     reference = bench_ring_prox.expected(CASES[name], make_weight(CASES[name].shape, DEVICE, DTYPES[dtype]))
     build = functools.partial(make_calls, name, dtype, reference, missing)
-    gpu, host = time_both(build, effort, flush, f"{name} {dtype}")
+    gpu, host = timer.compare(build, f"{name} {dtype}")
+    copy = timer.copy_bandwidth["median"]
     moved = (3 if CASES[name].metric else 2) * math.prod(CASES[name].shape) * DTYPES[dtype].itemsize
     return {
         "case": name,
@@ -89,13 +89,11 @@ def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str,
     return {name: capture(step) for name, step in steps.items()} if mode == "graph" else steps
 
 
-def measure_step(
-    rule_name: str, mode: str, effort: harness.Effort, flush: Flush, missing: Collection[str]
-) -> dict[str, Any]:
+def measure_step(rule_name: str, mode: str, timer: GpuTimer, missing: Collection[str]) -> dict[str, Any]:
     """Return the record of a rule in a mode."""
     build = functools.partial(make_steps, rule_name, mode, missing)
-    gpu, host = time_both(build, effort, flush, f"{NETWORK} {rule_name} {mode}")
-    seconds = {name: max(gpu[name].median, host[name].median if mode == "eager" else 0.0) for name in gpu}
+    gpu, host = timer.compare(build, f"{NETWORK} {rule_name} {mode}")
+    seconds = step_seconds(gpu, host, mode)
     return {
         "network": NETWORK,
         "rule": rule_name,
@@ -116,17 +114,23 @@ def run(job: Job) -> None:
     cases = len(chosen.cases) * len(chosen.dtypes) + len(chosen.rules) * len(chosen.modes)
     report["settings"] |= {"strength": bench_ring_prox.STRENGTH, "cases": cases}
     report |= {"not_measured": missing, "steps": []}
-    flush, copy = make_flush(job.effort), report["copy_bandwidth"]["median"]
+    timer = GpuTimer(job.effort)
+    report["copy_bandwidth"] = timer.copy_bandwidth
     for name, dtype in itertools.product(chosen.cases, chosen.dtypes):
-        job.add(measure_prox(name, dtype, job.effort, flush, copy, missing))
+        job.add(measure_prox(name, dtype, timer, missing))
     for rule, mode in itertools.product(chosen.rules, chosen.modes):
-        job.add(measure_step(rule, mode, job.effort, flush, missing), to="steps")
+        job.add(measure_step(rule, mode, timer, missing), to="steps")
 
 
-OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
-EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
-COMMAND = Command("bench_ring_prox_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("ring_prox", "native"))
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=30, min_seconds=0.7)
+main = Command(
+    "bench_ring_prox_gpu",
+    __doc__,
+    run,
+    {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES},
+    EFFORT,
+    gpu=("ring_prox", "native"),
+).main
 
 
 if __name__ == "__main__":

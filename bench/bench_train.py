@@ -7,7 +7,6 @@ changes its time by several percent, so all are rebuilt several times, in changi
 values do not change the time.
 """
 
-import itertools
 import os
 import random
 import sys
@@ -87,24 +86,20 @@ def our_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
 CANDIDATES = {"loader alone": loader_alone, "plain torch loop": plain_loop, "ours": our_loop}
 
 
-def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
+def measure(model: str, effort: harness.Effort) -> dict[str, Any]:
     """Return samples per second of all candidates, and how much longer our loop takes than the plain one."""
     settings = from_preset("quick", model=model, data="cifar10", locality=LOCALITY)
     data = make_data(STEPS[model])
-    label = f"{model}, threads {threads}"
-    order = random.Random(label)
+    order = random.Random(model)
 
     def build() -> dict[str, Callable[[], object]]:
         return {name: CANDIDATES[name](data, settings) for name in order.sample(list(CANDIDATES), len(CANDIDATES))}
 
-    with harness.num_threads(threads):
-        timings = harness.compare(build, effort, label)
+    timings = harness.compare(build, effort, model)
     count = len(data.train.labels)
     return {
         "model": model,
-        "threads": threads,
-        "load_average": os.getloadavg()[0],
-        "candidates": timings.to_dict(),
+        **timings.record(),
         "samples_per_second": {name: count / timings[name].median for name in CANDIDATES},
         "overhead": timings.ratio("ours", "plain torch loop") - 1,
     }
@@ -113,13 +108,13 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
 def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
     job.report["settings"]["batch_size"] = BATCH_SIZE
-    for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
-        job.add(measure(model, job.effort, threads))
+    for model in job.arguments.models:
+        for _ in job.threads():
+            job.add(measure(model, job.effort))
 
 
-EFFORT = {"min_rounds": 4, "min_seconds": 6.0, "warmup": 1, "builds": 8}
-COMMAND = Command("bench_train", __doc__, run, {"models": STEPS}, effort=EFFORT, keep_memory=True)
-main = COMMAND.main
+EFFORT = harness.Effort(min_rounds=4, min_seconds=6.0, warmup=1, builds=8)
+main = Command("bench_train", __doc__, run, {"models": STEPS}, EFFORT, keep_memory=True).main
 
 
 if __name__ == "__main__":

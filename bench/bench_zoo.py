@@ -1,31 +1,23 @@
 """Speedup by compaction of torchvision and timm networks with half of their filters zeroed.
 
-    python -m bench.bench_zoo                          measures everything, writes bench/results/, prints a table
-    python -m bench.bench_zoo --networks tv:resnet18   measures some networks; writes nothing without --out
-    python -m bench.bench_zoo --resume                 measures the networks that are not in the file yet
-
 Half of each convolution's filters are zero, drawn at random, the same ones in all convolutions with equally many
 filters, so that residual streams lose channels too. The same holds for the features of all linear layers but the last,
 which are 1x1 convolutions in ConvNeXt. Weights are random; normalisations have the statistics of random images, and
 random scales and shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
 """
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bench import harness, machine, tables
+from bench import harness
+from bench.command import Command, Job
 from loco_ext import sparsity
-from loco_ext.experiments.malloc import keep_freed_memory
 
 _TORCHVISION = (
     "resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 vgg16_bn mobilenet_v2 mobilenet_v3_large mnasnet1_0 "
@@ -84,28 +76,23 @@ def halved(name: str) -> nn.Module:
     return network.eval()
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Return single-thread seconds of the network and of its compacted version, interleaved, and their difference."""
+def measure(name: str, effort: harness.Effort) -> dict[str, Any]:
+    """Return seconds of the network and of its compacted version, interleaved, and their difference."""
     network, x = halved(name), torch.randn(IMAGE)
     started = time.process_time()
     smaller, report = sparsity.compact(network, x)
     seconds = time.process_time() - started
-    effort = harness.Effort(rounds, min_seconds=0.0, warmup=1, builds=1)
     calls = {"network": partial(network, x), "compacted": partial(smaller, x)}
     with torch.inference_mode():
         timings = harness.compare(calls.copy, effort, name, clock=harness.clock_of(time.thread_time))
     return {
         "network": name,
-        "candidates": timings.to_dict(),
+        **timings.record(),
         "speedup": timings.ratio("network", "compacted"),
         "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
         "compaction_seconds": seconds,
         "error": difference(name),
-        "macs": {
-            "before": report.macs_before,
-            "after": report.macs_after,
-            "executed": report.macs_executed,
-        },
+        "macs": {"before": report.macs_before, "after": report.macs_after, "executed": report.macs_executed},
         "kept": report.notes.get("model"),
     }
 
@@ -127,30 +114,16 @@ def difference(name: str) -> float:
     return max(found)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file after each network, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_zoo", description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/zoo-<cpu>.json")
-    parser.add_argument("--resume", action="store_true", help="keep the results of networks that the file has")
-    arguments = parser.parse_args(argv)
-    if arguments.out is None and set(arguments.networks) == set(NETWORKS):
-        arguments.out = harness.RESULTS / f"zoo-{machine.slug(machine.cpu_model())}.json"
-    keep_freed_memory()
-    settings = {"image": IMAGE, "rounds": arguments.rounds, "threads": 1}
-    report: dict[str, Any] = {"benchmark": "zoo", "machine": machine.describe(), "settings": settings, "results": []}
-    if arguments.resume and arguments.out is not None and arguments.out.exists():
-        report["results"] = json.loads(arguments.out.read_text())["results"]
-    there = {result["network"] for result in report["results"]}
-    for name in arguments.networks:
-        if name not in there:
-            with harness.num_threads(1):
-                report["results"].append(measure(name, arguments.rounds))
-            if arguments.out is not None:
-                harness.write_json(arguments.out, report)
-    tables.publish(report, arguments.out)
-    return 0
+def run(job: Job) -> None:
+    """Run the measurements that the command line asks for."""
+    job.report["settings"] |= {"image": IMAGE, "rounds": job.effort.min_rounds}
+    for name in job.arguments.networks:
+        for _ in job.threads():
+            job.add(measure(name, job.effort))
+
+
+EFFORT = harness.Effort(min_rounds=15, min_seconds=0.0, warmup=1, builds=1)
+main = Command("bench_zoo", __doc__, run, {"networks": NETWORKS}, EFFORT, threads=(1,), keep_memory=True).main
 
 
 if __name__ == "__main__":

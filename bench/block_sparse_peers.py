@@ -43,10 +43,8 @@ class Layer:
 
     def pattern(self) -> BlockPattern:
         """Return the pattern of the pairs of output and input pixels that are connected."""
-        taps = self.taps()
-        crow = torch.zeros(len(taps) + 1, dtype=torch.int64)
-        crow[1:] = (taps >= 0).sum(1).cumsum(0)
-        return BlockPattern(crow, taps[taps >= 0], self.size**2)
+        size = (self.size, self.size)
+        return BlockPattern.from_conv(size, self.kernel, stride=self.stride, padding=self.padding)
 
 
 @dataclass(frozen=True)

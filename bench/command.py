@@ -3,16 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import harness, machine, tables
+from bench import generated, harness, machine, tables
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.ops import backends
+from loco_ext.threads import num_threads
 
-QUICK = {"min_rounds": 3, "min_seconds": 0.2, "warmup": 1, "builds": 1}
+QUICK = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,15 @@ class Job:
     report: dict[str, Any]
     out: Path | None
 
-    def add(self, *records: dict[str, Any], to: str = "results") -> None:
-        """Append records to a list of the report, and save the report."""
-        self.report[to] += records
-        self.save()
+    def threads(self) -> Iterator[int]:
+        """Yield each of the numbers of threads that are asked for while torch computes with as many."""
+        for count in self.arguments.threads:
+            with num_threads(count):
+                yield count
 
-    def save(self) -> None:
-        """Write the report as it is, so that little is lost if the benchmark is interrupted."""
+    def add(self, *records: dict[str, Any], to: str = "results") -> None:
+        """Append records to a list of the report, and write it, so that little is lost by an interruption."""
+        self.report[to] += records
         if self.out is not None:
             harness.write_json(self.out, self.report)
 
@@ -44,9 +47,9 @@ class Command:
         description: the module's docstring.
         run: measures what the job asks for and puts it into the job's report.
         options: values that can be selected, by option; all are selected by default.
-        more: further options, and the arguments of ``add_argument``.
-        effort: arguments of :class:`harness.Effort`, replaced by QUICK with ``--quick``.
+        effort: how long to measure, replaced by QUICK with ``--quick``.
         gpu: family of kernels and backend that must be able to run on the GPU; None for a benchmark of the CPU.
+        threads: numbers of threads by default; those of the host do not count on a GPU.
         keep_memory: whether the C library keeps freed memory for the next call, so that page faults are not measured.
     """
 
@@ -54,9 +57,9 @@ class Command:
     description: str
     run: Callable[[Job], None]
     options: Mapping[str, Collection[str]]
-    more: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    effort: Mapping[str, Any] = field(default_factory=dict)
+    effort: harness.Effort = field(default_factory=harness.Effort)
     gpu: tuple[str, str] | None = None
+    threads: Sequence[int] = (1, 2)
     keep_memory: bool = False
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,9 +70,7 @@ class Command:
         for name, choices in self.options.items():
             parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
         if self.gpu is None:
-            parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
-        for name, how in self.more.items():
-            parser.add_argument(f"--{name}", **how)
+            parser.add_argument("--threads", nargs="+", type=int, default=list(self.threads), help="in ascending order")
         parser.add_argument("--quick", action="store_true", help="few rounds")
         parser.add_argument("--out", type=Path, help="JSON file; a run without other options has one in bench/results")
         return parser.parse_args(argv)
@@ -93,11 +94,8 @@ class Command:
         name, out = self.name.removeprefix("bench_"), arguments.out
         if vars(arguments) == vars(self.parse([])):
             out = harness.RESULTS / f"{name}-{machine.slug(gpu.get('gpu') or machine.cpu_model())}.json"
-        effort = harness.Effort(**(QUICK if arguments.quick else self.effort))
+        effort = QUICK if arguments.quick else self.effort
         report = {"benchmark": name, "machine": machine.describe() | gpu, "settings": asdict(effort), "results": []}
-        if gpu:
-            report["copy_bandwidth"] = harness.gpu_bandwidth(effort)
-        job = Job(arguments, effort, report, out)
-        self.run(job)
-        tables.publish(report, out)
+        self.run(Job(arguments, effort, report, out))
+        generated.publish(report, out, tables.RENDERERS)
         return 0

@@ -84,7 +84,7 @@ PARTS = {
 
 
 def environment(gpu: dict[str, Any], slug: str, workers: int, quick: bool) -> dict[str, str]:
-    """Return the variables of all parts: our package and the programs beside this interpreter are found anywhere."""
+    """Return the environment of all parts: every folder finds our package and the programs beside this interpreter."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     found = {**os.environ, "PYTHONUNBUFFERED": "1", "CAPABILITY": gpu["capability"], "GPU": slug}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bench import harness
 from bench.table import Table
+from loco_ext.output import print_table
 
 README = harness.ROOT / "README.md"
 DOCS = harness.ROOT / "docs"
@@ -78,11 +77,10 @@ def publish(report: dict[str, Any], out: Path | None, renderers: Renderers) -> N
     if out is not None:
         harness.write_json(out, report)
         print(f"written: {out}", file=sys.stderr)
-    console = Console()
-    console.print(description(report))
+    print(description(report))
     for table in renderers[report["benchmark"]](report):
         if table.rows:
-            console.print(table.rich())
+            print_table(table.headers, table.rows, table.title)
 
 
 def description(report: dict[str, Any]) -> str:
@@ -90,11 +88,6 @@ def description(report: dict[str, Any]) -> str:
     machine = report["machine"]
     if "gpu" in machine:
         return gpu_description(report)
-    if report["benchmark"].endswith("_estimate"):
-        return (
-            f"Estimates from compiled code, not measurements. Triton {machine['triton']} and its ptxas; "
-            f"{version(machine)}."
-        )
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     rows = report.get("bandwidth", [])
     triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]

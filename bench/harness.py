@@ -1,7 +1,4 @@
-"""Code shared by all benchmarks: interleaved timing, bandwidth, peak memory, JSON.
-
-On a GPU the same comparison runs with another clock, CUDA events: ``compare(..., clock=gpu_seconds)``.
-"""
+"""Code shared by all benchmarks: interleaved timing, bandwidth, peak memory, JSON. GPUs are timed by gpu_timer.py."""
 
 import contextlib
 import gc
@@ -22,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 from loco_ext.output import replacing
-from loco_ext.threads import num_threads
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -97,9 +93,10 @@ class Comparison(dict[str, Timing]):
         """Return the ratios by name, of those pairs (numerator, denominator) that were both run."""
         return {name: self.ratio(a, b) for name, (a, b) in pairs.items() if a in self and b in self}
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the timings as plain data."""
-        return {name: asdict(timing) for name, timing in self.items()}
+    def record(self) -> dict[str, Any]:
+        """Return the timings with the number of threads and the load of the machine, as plain data."""
+        candidates = {name: asdict(timing) for name, timing in self.items()}
+        return {"threads": torch.get_num_threads(), "load_average": os.getloadavg()[0], "candidates": candidates}
 
 
 @contextlib.contextmanager
@@ -135,6 +132,7 @@ def compare(
         >>> timings["sum"].rounds
         10
     """
+    label = f"{label}, threads {torch.get_num_threads()}"
     order = random.Random(label)
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=effort.builds, desc=label, delay=2, leave=False, bar_format=form) as bar:
@@ -203,11 +201,6 @@ def summarise(groups: Sequence[list[float]]) -> Timing:
     return Timing(median=median, p20=p20, p80=p80, best=min(together), rounds=len(together))
 
 
-def cache_flush() -> Callable[[], object]:
-    """Return a call that overwrites 256 MiB, so that nothing else stays in the caches."""
-    return torch.empty(1 << 28, dtype=torch.uint8).zero_
-
-
 def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
     """Return copy ``a = b``, triad ``a = b + s*c`` and update ``a += s*b`` of ``elements`` float32 values in torch."""
     a, b, c = (torch.full((elements,), value) for value in (0.0, 1.0, 2.0))
@@ -218,56 +211,14 @@ def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
     }
 
 
-def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str, Any]:
-    """Return bytes per second of the stream kernels with ``threads`` threads, for the median call and the best."""
-    result: dict[str, Any] = {"threads": threads}
-    with num_threads(threads):
-        timings = compare(lambda: stream_kernels(elements), effort, f"bandwidth, threads {threads}")
+def bandwidth(effort: Effort, elements: int = 1 << 26) -> dict[str, Any]:
+    """Return bytes per second of the stream kernels with torch's present threads, for the median call and the best."""
+    timings = compare(lambda: stream_kernels(elements), effort, "bandwidth")
+    rates: dict[str, Any] = {"threads": torch.get_num_threads()}
     for name, timing in timings.items():
         moved = STREAM_ARRAYS[name] * 4 * elements
-        result[name] = {"median": moved / timing.median, "best": moved / timing.best}
-    return result
-
-
-def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """Time a call by the GPU's clock, from the start of its first operation to the end of its last.
-
-    While the GPU is still busy with the work of ``before``, the host runs ahead; otherwise the host's time counts where
-    it is longer.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if before is not None:
-        before(name)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def gpu_cache_flush() -> Callable[[], object]:
-    """Return a call that reads four times the size of the GPU's cache, so that nothing else stays there.
-
-    Reading leaves no dirty lines that would be written back during the timed call.
-    """
-    size = max(4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size, 1 << 28)
-    memory = torch.ones(size // 4, device="cuda")
-    return memory.sum
-
-
-def gpu_bandwidth(effort: Effort) -> dict[str, float]:
-    """Return bytes per second, read and written, of a copy of random float32, for the median call and the best."""
-
-    elements, flush = 1 << 28, gpu_cache_flush()
-
-    def build() -> dict[str, Callable[[], object]]:
-        source = torch.rand(elements, device="cuda")
-        destination = torch.empty_like(source)
-        return {"copy": lambda: destination.copy_(source)}
-
-    timing = compare(build, effort, "device copy", lambda _: flush(), gpu_seconds)["copy"]
-    moved = STREAM_ARRAYS["copy"] * 4 * elements
-    return {"median": moved / timing.median, "best": moved / timing.best}
+        rates[name] = {"median": moved / timing.median, "best": moved / timing.best}
+    return rates
 
 
 def peak_extra_memory(call: Callable[[], object]) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.table import Record, Table, milliseconds
+from bench.table import Record, Table, significant
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def rows_of(figure: Figure, results: Path) -> Iterator[list[str]]:
         wanted = figure.case | ({} if "gpu" in report["machine"] else {"threads": 1})
         for record in report[figure.records]:
             if wanted.items() <= record.items():
-                ours, peer = (milliseconds({"median": seconds(record, name)}) for name in (figure.ours, figure.peer))
+                ours, peer = (significant(1e3 * seconds(record, name)) for name in (figure.ours, figure.peer))
                 yield [figure.what, ours, figure.beside, peer, machine(report)]
 
 

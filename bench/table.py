@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table as RichTable
+from loco_ext.output import markdown_table
 
 Record = dict[str, Any]
 Columns = list[tuple[str, Callable[[Record], str]]]  # the header of each column, and the cell of a record
@@ -23,15 +23,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in GitHub's Markdown."""
-        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-    def rich(self) -> RichTable:
-        """Return the table for a terminal."""
-        table = RichTable(*self.headers, title=self.title)
-        for cells in self.rows:
-            table.add_row(*cells)
-        return table
+        return f"{self.title}\n\n{markdown_table(self.headers, self.rows)}"
 
 
 def table(title: str, records: Sequence[Record], columns: Columns) -> Table:
@@ -41,12 +33,12 @@ def table(title: str, records: Sequence[Record], columns: Columns) -> Table:
     )
 
 
-def shown(key: str) -> Callable[[Record], str]:
+def entry(key: str) -> Callable[[Record], str]:
     """Return a cell that shows an entry of a record as it is."""
     return lambda record: str(record[key])
 
 
-def each(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
+def columns_of(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
     """Return a column for each name under ``key`` that some record has, ours and the copy last.
 
     Its cells are what ``form`` makes of the entry; a dash where it is missing.
@@ -89,10 +81,10 @@ def microseconds(timing: Record) -> str:
 def targets(report: Record, title: str) -> Table:
     """Return a table of the targets beside the measurements in the worst case."""
     columns: Columns = [
-        ("of all cases", shown("name")),
-        ("wanted", shown("wanted")),
+        ("of all cases", entry("name")),
+        ("wanted", entry("wanted")),
         ("measured", lambda row: f"{row['measured']:.3g}"),
         ("met", lambda row: "yes" if row["met"] else "no"),
-        ("worst case", shown("where")),
+        ("worst case", entry("where")),
     ]
     return table(title, report["targets"], columns)

@@ -8,7 +8,6 @@ Figures in a section are never typed by hand.
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from bench import generated, harness, summary
 from bench.table import (
@@ -17,24 +16,24 @@ from bench.table import (
     Columns,
     Record,
     Table,
-    each,
+    columns_of,
+    entry,
     fixed,
     microseconds,
     milliseconds,
     percent,
-    shown,
     significant,
     table,
     targets,
 )
 
 PASSES = {"forward": "forward", "training": "forward and backward"}
-NETWORK: Columns = [("network", shown("network"))]
+NETWORK: Columns = [("network", entry("network"))]
 RULE: Columns = [("rule", lambda record: RULE_NAMES[record["rule"]])]
-THREADS: Columns = [("threads", shown("threads"))]
+THREADS: Columns = [("threads", entry("threads"))]
 STEP = NETWORK + RULE + THREADS
-GPU_STEP = NETWORK + RULE + [("dtype", shown("dtype")), ("mode", shown("mode"))]
-LAYER: Columns = [("layer", shown("layer")), ("batch", shown("batch")), ("pass", lambda record: PASSES[record["pass"]])]
+GPU_STEP = NETWORK + RULE + [("dtype", entry("dtype")), ("mode", entry("mode"))]
+LAYER: Columns = [("layer", entry("layer")), ("batch", entry("batch")), ("pass", lambda record: PASSES[record["pass"]])]
 
 
 def optim_step(report: Record) -> list[Table]:
@@ -69,18 +68,18 @@ def optim_step(report: Record) -> list[Table]:
             "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
             "with the map, uniform: ours without",
             results,
-            STEP + each(results, "ratios", fixed(2)),
+            STEP + columns_of(results, "ratios", fixed(2)),
         ),
         table(
             "One tensor of 400 MB: GB/s and share of triad's, counting only the traffic that a step cannot avoid. "
             "Triad also fetches what it overwrites, hence shares above 100%; update (a += s*b) does not",
             large,
-            RULE + THREADS + each(large, "bandwidth", rate),
+            RULE + THREADS + columns_of(large, "bandwidth", rate),
         ),
         table(
             "The same tensor: memory that a step takes for itself at its peak, in sizes of the tensor",
             list(memory.values()),
-            RULE + each(list(memory.values()), "extra", fixed(2)),
+            RULE + columns_of(list(memory.values()), "extra", fixed(2)),
         ),
     ]
 
@@ -88,14 +87,14 @@ def optim_step(report: Record) -> list[Table]:
 def train(report: Record) -> list[Table]:
     """Return a table of samples per second of the training loop."""
     results = report["results"]
-    columns = [("model", shown("model")), *THREADS]
-    columns += each(results, "samples_per_second", lambda value: f"{value:,.0f}")
+    columns = [("model", entry("model")), *THREADS]
+    columns += columns_of(results, "samples_per_second", lambda value: f"{value:,.0f}")
     columns.append(("time of ours over plain", number("overhead", "+.1%")))
     title = "Samples per second (median), 32x32 images: batches alone, a plain torch loop given its batches, and ours"
     return [table(title, results, columns)]
 
 
-def left(key: str) -> Callable[[Record], str]:
+def macs_share(key: str) -> Callable[[Record], str]:
     """Return a cell with the share of a network's MACs."""
     return lambda record: f"{record['macs'][key] / record['macs']['before']:.2f}"
 
@@ -108,9 +107,9 @@ def number(key: str, form: str) -> Callable[[Record], str]:
 def compact(report: Record) -> list[Table]:
     """Return a table of latencies of networks with half of their MACs removed, unchanged and compacted."""
     results = report["results"]
-    columns = [*NETWORK, ("struck", shown("pattern")), ("format", shown("memory_format")), *THREADS]
-    columns += [("left", left("after")), ("executed", left("executed"))]
-    columns += each(results, "candidates", milliseconds)
+    columns = [*NETWORK, ("struck", entry("pattern")), ("format", entry("memory_format")), *THREADS]
+    columns += [("left", macs_share("after")), ("executed", macs_share("executed"))]
+    columns += columns_of(results, "candidates", milliseconds)
     columns += [("times faster", number("speedup", ".2f")), ("norms kept", number("speedup_norms_kept", ".2f"))]
     columns.append(("than folded", number("speedup_over_folded", ".2f")))
     title = (
@@ -123,7 +122,7 @@ def compact(report: Record) -> list[Table]:
 
 def zoo(report: Record) -> list[Table]:
     """Return a table of the speedup of torchvision's and timm's networks with half of their filters zeroed."""
-    columns = [*NETWORK, ("left", left("after")), ("executed", left("executed"))]
+    columns = [*NETWORK, ("left", macs_share("after")), ("executed", macs_share("executed"))]
     columns.append(("ms", lambda record: milliseconds(record["candidates"]["network"])))
     columns.append(("compacted", lambda record: milliseconds(record["candidates"]["compacted"])))
     columns += [("times faster", number("speedup", ".2f")), ("reported", number("speedup_reported", ".2f"))]
@@ -144,17 +143,17 @@ def optim_step_gpu(report: Record) -> list[Table]:
         table(
             "Microseconds for one step (median): of the GPU, caches cold / of the host to hand it over",
             results,
-            GPU_STEP + each(results, "candidates", microseconds),
+            GPU_STEP + columns_of(results, "candidates", microseconds),
         ),
         table(
             "Bandwidth beside that of a device copy, counting only the traffic that a step cannot avoid",
             results,
-            GPU_STEP + each(results, "bandwidth", lambda rate: f"{rate['of_copy']:.0%}"),
+            GPU_STEP + columns_of(results, "bandwidth", lambda rate: f"{rate['of_copy']:.0%}"),
         ),
         table(
             "Ratios of times of a step; below 1, the first is faster. Eager: GPU or host, the longer; graph: GPU",
             steps,
-            GPU_STEP + each(steps, "step_ratios", fixed(2)),
+            GPU_STEP + columns_of(steps, "step_ratios", fixed(2)),
         ),
     ]
 
@@ -162,20 +161,20 @@ def optim_step_gpu(report: Record) -> list[Table]:
 def ring_prox(report: Record) -> list[Table]:
     """Return tables of the prox alone, its ratios, and the optimizer step with and without a ring penalty."""
     results, steps = report["results"], report["steps"]
-    case = [("penalty", shown("case")), *THREADS]
-    times = each(steps, "candidates", milliseconds)
+    case = [("penalty", entry("case")), *THREADS]
+    times = columns_of(steps, "candidates", milliseconds)
     return [
         targets(report, "Targets"),
         table(
             "Milliseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3",
             results,
-            [*case, ("zeros after it", number("zeros", ".0%")), *each(results, "candidates", milliseconds)],
+            [*case, ("zeros after it", number("zeros", ".0%")), *columns_of(results, "candidates", milliseconds)],
         ),
         table(
             "The same as ratios of times, in the median over rounds that called all once. Eager PyTorch by groups is "
             "the method as it is written down; by ring sums is the fastest eager code that we know",
             results,
-            case + each(results, "ratios", fixed(1)),
+            case + columns_of(results, "ratios", fixed(1)),
         ),
         table(
             "Milliseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
@@ -183,7 +182,7 @@ def ring_prox(report: Record) -> list[Table]:
             steps,
             STEP
             + [(name.replace("spatial", "more than one tap"), cell) for name, cell in times]
-            + each(steps, "ratios", fixed(2)),
+            + columns_of(steps, "ratios", fixed(2)),
         ),
     ]
 
@@ -191,14 +190,16 @@ def ring_prox(report: Record) -> list[Table]:
 def ring_prox_gpu(report: Record) -> list[Table]:
     """Return tables of the prox alone, with its bandwidth, and of the optimizer step with and without a penalty."""
     results, steps = report["results"], report["steps"]
-    case = [("penalty", shown("case")), ("dtype", shown("dtype"))]
+    case = [("penalty", entry("case")), ("dtype", entry("dtype"))]
     return [
         table(
             "Microseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3: of the GPU, "
             "caches cold / of the host; and bandwidth beside that of a device copy, counting only the traffic that "
             "none can avoid",
             results,
-            case + each(results, "candidates", microseconds) + each(results, "of_copy", percent(0), " / copy"),
+            case
+            + columns_of(results, "candidates", microseconds)
+            + columns_of(results, "of_copy", percent(0), " / copy"),
         ),
         table(
             "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
@@ -207,9 +208,9 @@ def ring_prox_gpu(report: Record) -> list[Table]:
             steps,
             NETWORK
             + RULE
-            + [("mode", shown("mode"))]
-            + each(steps, "candidates", microseconds)
-            + each(steps, "ratios", fixed(2)),
+            + [("mode", entry("mode"))]
+            + columns_of(steps, "candidates", microseconds)
+            + columns_of(steps, "ratios", fixed(2)),
         ),
     ]
 
@@ -220,16 +221,16 @@ def block_sparse(report: Record) -> list[Table]:
     case = LAYER + THREADS
     return [
         targets(report, "Targets of block-sparse multiplication"),
-        table("Milliseconds (median)", results, case + each(results, "candidates", milliseconds)),
+        table("Milliseconds (median)", results, case + columns_of(results, "candidates", milliseconds)),
         table(
             "The same as ratios of times, in the median over rounds that called all once",
             results,
-            case + each(results, "ratios", fixed(2)),
+            case + columns_of(results, "ratios", fixed(2)),
         ),
         table(
             "Memory that a call takes beyond operands and results, of the size of the activations",
             memory,
-            LAYER + each(memory, "share", percent(1)),
+            LAYER + columns_of(memory, "share", percent(1)),
         ),
     ]
 
@@ -237,7 +238,7 @@ def block_sparse(report: Record) -> list[Table]:
 def block_sparse_gpu(report: Record) -> list[Table]:
     """Return a table of times beside the floor, and of ratios within rounds."""
     results = report["results"]
-    columns = [*LAYER, ("arithmetic", shown("arithmetic")), *each(results, "candidates", microseconds)]
+    columns = [*LAYER, ("arithmetic", entry("arithmetic")), *columns_of(results, "candidates", microseconds)]
     columns.append(("floor", lambda record: significant(1e6 * record["floor"])))
     columns.append(("ours / floor", number("of_floor", ".2f")))
     title = (
@@ -245,30 +246,30 @@ def block_sparse_gpu(report: Record) -> list[Table]:
         "output and values, once for each product; ratios of the GPU's times within rounds"
     )
     wanted = "Targets of the Triton kernels, of 64 channels, 32 x 32 pixels and a batch of 250"
-    return [targets(report, wanted), table(title, results, columns + each(results, "ratios", fixed(2)))]
+    return [targets(report, wanted), table(title, results, columns + columns_of(results, "ratios", fixed(2)))]
 
 
 def landscape(report: Record) -> list[Table]:
     """Return tables of PILCRO's routes: milliseconds, plain steps, and what training pays; then peak memory."""
     results = report["results"]
-    columns = [("model", shown("model")), ("batch", shown("batch_size")), *THREADS]
+    columns = [("model", entry("model")), ("batch", entry("batch_size")), *THREADS]
     title = (
         "Milliseconds of CPU time (median) of a plain training step and of one application by each route, "
         f"which training pays once in {report['settings']['every']} steps"
     )
-    ratios = each(results, "speedup", fixed(2), " / ours")
+    ratios = columns_of(results, "speedup", fixed(2), " / ours")
     memory = [record for record in report["memory"] if record["share"]]
     peaks = "Peak memory of a step that begins with an application, with weights and momentum, over a plain step's"
     return [
         targets(report, "Targets of ours on the ResNet-18"),
-        table(title, results, columns + each(results, "candidates", milliseconds) + ratios),
-        table(peaks, memory, columns[:2] + each(memory, "share", fixed(2))),
+        table(title, results, columns + columns_of(results, "candidates", milliseconds) + ratios),
+        table(peaks, memory, columns[:2] + columns_of(memory, "share", fixed(2))),
     ]
 
 
 def regions(report: Record) -> list[Table]:
     """Return tables of the times of all gradient norms, of the Gram recursion, and of numbers of probes."""
-    case: Columns = [("batch", shown("batch")), *THREADS]
+    case: Columns = [("batch", entry("batch")), *THREADS]
     results, gram, probes = report["results"], report["gram"], report["probes"]
     field: Columns = [("receptive field", lambda record: "x".join(map(str, record["field"])))]
     return [
@@ -276,55 +277,17 @@ def regions(report: Record) -> list[Table]:
         table(
             "Milliseconds (median) for the norms of the gradients of 1,200 units in 784 inputs; ratios within rounds",
             results,
-            case + each(results, "candidates", milliseconds) + each(results, "ratios", fixed(1)),
+            case + columns_of(results, "candidates", milliseconds) + columns_of(results, "ratios", fixed(1)),
         ),
         table(
             "Milliseconds (median) of the Gram recursion, by the number of inputs",
             gram,
-            [*case, *each(gram, "candidates", milliseconds), ("growth", number("growth", ".2f"))],
+            [*case, *columns_of(gram, "candidates", milliseconds), ("growth", number("growth", ".2f"))],
         ),
         table(
             "Directions that find all gradients of stacks of 3x3 convolutions on images of 3x32x32",
             probes,
-            [("layers", shown("layers")), *field, ("probes", shown("probes")), ("inputs", shown("inputs"))],
-        ),
-    ]
-
-
-def block_sparse_estimate(report: Record) -> list[Table]:
-    """Return tables of estimated times of training steps beside their floors, and of what each kernel takes."""
-
-    def us(key: str) -> Callable[[Record], str]:
-        return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
-
-    cases: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
-    limits: Columns = [
-        ("floor", us("floor")),
-        ("estimate", us("estimate")),
-        ("estimate / floor", lambda step: f"{step['estimate'] / step['floor']:.2f}"),
-        ("casts spared", us("casts")),
-        ("floor of transposes", us("transposes")),
-    ]
-    return [
-        table(
-            "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
-            "read and written once. Casts spared are those of float32 values under autocast. NCHW images are "
-            "transposed besides, for which the last column has the floor",
-            report["results"],
-            cases + limits,
-        ),
-        table(
-            "What each kernel takes for the first layer: instructions of the main loop, registers of a thread, warps, "
-            "programs that fit on a multiprocessor, programs, MB that they read and write in L2, what bounds the "
-            "estimate, and microseconds",
-            report["kernels"],
-            [
-                *cases,
-                *((key, shown(key)) for key in ("product", "loop", "registers", "warps", "resident", "programs")),
-                ("L2 MB", lambda record: f"{record['l2_bytes'] / 1e6:.0f}"),
-                ("bound", shown("bound")),
-                ("us", us("estimate")),
-            ],
+            [("layers", entry("layers")), *field, ("probes", entry("probes")), ("inputs", entry("inputs"))],
         ),
     ]
 
@@ -342,15 +305,9 @@ RENDERERS = {
         ring_prox_gpu,
         block_sparse,
         block_sparse_gpu,
-        block_sparse_estimate,
         regions,
     )
 }
-
-
-def publish(report: Record, out: Path | None) -> None:
-    """Write a report, if a path is given, and print its tables."""
-    generated.publish(report, out, RENDERERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

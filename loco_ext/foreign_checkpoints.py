@@ -81,7 +81,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         return load_weights(path, foreign=True)
     except (OSError, DamagedFileError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors: {_line(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {_reason(error)}") from error
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
@@ -89,13 +89,13 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
         with open_regular(path) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind can make the unpickler raise anything
-        raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_line(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_reason(error)}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: expected a state dict, found a {type(state).__name__}")
     return state
 
 
-def _line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return the reason; torch's own texts tell how to run code from the file."""
     if "weights_only" in str(error):
         return "it is of another kind, or has other objects than tensors in it"

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+Rows = tuple[list[str], list[list[str]]]  # a table: the headers of its columns, and the cells of each row
+
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
@@ -77,6 +79,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console, rows = Console(), list(rows)
     cells = [max([0, *(len(row[place]) for row in rows)]) for place in range(len(headers))]
@@ -89,24 +92,35 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
         for place in part:
             table.add_column(headers[place], justify="right" if place else "left", width=widths[place])
         for row in rows:
-            table.add_row(*(row[place] for place in part))
+            table.add_row(*(Text(row[place]) for place in part))  # as texts: a name may have brackets in it
         console.print(table)
         title = None
 
 
 def _width_of(widths: Sequence[int]) -> int:
-    """Return how wide a table is whose columns are so wide, with its lines and the spaces beside them."""
+    """Return the width of a table with columns of these widths, the lines between them and spaces included."""
     return sum(widths) + 3 * len(widths) + 1
 
 
-def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
-    """Return the places of the columns of each part of a table, all with the first column and at least one other."""
+def _parts(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the columns of each part of a table within the limit: the first one, and at least one other."""
     parts = [[0]]
     for place in range(1, len(widths)):
-        if len(parts[-1]) > 1 and _width_of([widths[each] for each in (*parts[-1], place)]) > most:
+        if len(parts[-1]) > 1 and _width_of([widths[each] for each in (*parts[-1], place)]) > limit:
             parts.append([0])
         parts[-1].append(place)
     return parts
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in GitHub's Markdown.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headers, ["---"] * len(headers), *rows))
 
 
 def setting_text(value: Any, separator: str = ",") -> str:

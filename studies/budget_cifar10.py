@@ -119,7 +119,7 @@ class Study:
         return self._dense(seed, epochs)[0]
 
     def _dense(self, seed: int, epochs: int) -> tuple[nn.Module, Optimizer]:
-        """Return the network and its optimizer; more epochs than to the cut go on from there."""
+        """Return the network and its optimizer; epochs beyond the cut continue the network of the cut."""
         network, path = self.network(seed), self.runs / f"dense-{seed}-{epochs}.pt"
         optimizer, begin = make_optimizer(self.training(seed), network), 0
         if path.exists():
@@ -178,7 +178,7 @@ class Study:
 
 
 def dense(study: Study, seed: int, share: float) -> nn.Module:
-    """Train all of the network."""
+    """Train the whole network."""
     return study.dense(seed, study.epochs)
 
 
@@ -221,13 +221,13 @@ def gradually(study: Study, seed: int, share: float, **options: Any) -> nn.Modul
 
 
 def from_larger_kernels(study: Study, seed: int, share: float) -> nn.Module:
-    """Train a network of 5x5 kernels whose rings go until it has the share of the MACs of that of 3x3 kernels."""
+    """Train a network of 5x5 kernels and remove rings until its MACs are this share of those with 3x3 kernels."""
     network = study.network(seed, kernel_size=5)
     return _shrinking(study, network, seed, macs=share * study.whole / study.macs(network), granularity="rings")
 
 
 def gradually_as_fast(study: Study, seed: int, share: float) -> nn.Module:
-    """Train the network with a budget that falls until the cut, to the latency of that of :func:`width`, on the CPU."""
+    """Train with a latency budget that falls until the cut, to the latency of the narrower network on the CPU."""
     if study.device != CPU:
         raise ValueError(f"device: expected the CPU, whose latency is the budget, got {study.device}")
     network = study.network(seed)
@@ -259,7 +259,7 @@ def at_once(study: Study, seed: int, share: float, distilled: bool = False, **op
 
 
 def as_fast(study: Study, seed: int, share: float) -> nn.Module:
-    """Train the network, shrink it at the cut until it is as fast as that of :func:`width`, and train what is left.
+    """Train the network, shrink it at the cut until it is as fast as the narrower network, and train what is left.
 
     Its MACs may be more. Latencies are those of the CPU, wherever the network is trained. The shrunk network is kept:
     one that was found on a quiet machine may be trained on another.
@@ -298,7 +298,7 @@ def torch_pruning(
 
     network = _sparsely_trained(study, seed) if sparse else study.dense(seed, study.cut)
     options: dict[str, Any] = {"global_pruning": global_pruning, "pruning_ratio": 1.0, "max_pruning_ratio": 0.95}
-    options |= _for_torch_pruning(network) | {"iterative_steps": PRUNING_STEPS}
+    options |= _pruner_options(network) | {"iterative_steps": PRUNING_STEPS}
     pruner = tp.pruner.BasePruner(network, study.images, **options)
     for _ in range(PRUNING_STEPS):
         if study.macs(copy.deepcopy(network)) <= share * study.whole:
@@ -316,7 +316,7 @@ def _sparsely_trained(study: Study, seed: int) -> nn.Module:
         network.load_state_dict(torch.load(path, study.device, weights_only=True))
         return network
     optimizer = make_optimizer(study.training(seed), network)
-    regularizer = tp.pruner.GroupNormPruner(network, study.images, **_for_torch_pruning(network))
+    regularizer = tp.pruner.GroupNormPruner(network, study.images, **_pruner_options(network))
     handle = optimizer.register_step_pre_hook(lambda *_: regularizer.regularize(network))
     study.fit(network, seed, range(study.cut), optimizer=optimizer)
     handle.remove()
@@ -325,7 +325,7 @@ def _sparsely_trained(study: Study, seed: int) -> nn.Module:
     return network
 
 
-def _for_torch_pruning(network: nn.Module) -> dict[str, Any]:
+def _pruner_options(network: nn.Module) -> dict[str, Any]:
     import torch_pruning as tp
 
     linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
@@ -334,7 +334,7 @@ def _for_torch_pruning(network: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a network of a budget: its training, its shares of the MACs, and the way with which it is compared."""
+    """How networks of a budget are made: training function, shares of the MACs, and the way to compare with."""
 
     train: Callable[[Study, int, float], nn.Module]
     shares: tuple[float, ...] = (0.5, 0.25)

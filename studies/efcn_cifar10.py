@@ -26,6 +26,7 @@ from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.train import make_model, make_optimizer
 from loco_ext.nn import to_efcn
+from loco_ext.threads import num_threads
 from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
 
@@ -89,7 +90,7 @@ def step_seconds(settings: EfcnSettings, dataset: Dataset) -> dict[str, float]:
 
         return step
 
-    with harness.num_threads(1):
+    with num_threads(1):
         timings = harness.compare(build, EFFORT, "training steps")
     return {name: timing.median for name, timing in timings.items()}
 
@@ -127,13 +128,12 @@ def main(
     runs: Runs = Path("runs/efcn_cifar10"),
     out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
     only: Annotated[str | None, typer.Option(help="Run only this study; only paths has a report then.")] = None,
-    without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
     device: Device = "cpu",
 ) -> None:
     """Run the studies, write their JSON files and figures beside them, print the tables."""
     dataset, records = load("cifar10", data), {}
     for name, settings in studies().items():
-        if name not in without and only in (None, name):
+        if only in (None, name):
             share_cnn(runs / next(iter(studies())), runs / name)
             records[name] = efcn.measure(settings, dataset, runs / name, device, resume=True)
     if (record := records.pop(PATHS, None)) is not None:

@@ -23,7 +23,7 @@ def fit(
     budget: Budget | None = None,
     teacher: Teacher | None = None,
 ) -> nn.Module:
-    """Train a network in place, where it is, for some epochs, counted from 0, with augmented samples; return it."""
+    """Train a network in place, on its device, for these epochs, counted from 0, with augmented samples; return it."""
     normalization = Normalization(dataset.train)
     options: dict[str, Any] = {"batch_size": training.batch_size, "seed": training.seed, "augmented": dataset.augmented}
     loader = Loader(dataset.train, normalization, next(network.parameters()).device, **options)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from loco_ext.experiments import figures, frontier, run, settings
+from loco_ext.experiments import figures, frontier, frontier_figures, run, settings
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.processes import Processes
 from loco_ext.output import replacing
@@ -126,18 +126,18 @@ def save(networks: dict[str, Any], out: Path) -> None:
         model: {name: summaries.frontier(record) for name, record in arms.items()} for model, arms in networks.items()
     }
     tables.publish("frontier_cifar10", out, settings=schedule, networks=found)
-    panels: dict[str, figures.Series] = {}
+    panels: dict[str, frontier_figures.Series] = {}
     dense = {}
     for model, arms in networks.items():
         dense[model] = arms["width"]["paths"][0]["macs"]
         for name, record in arms.items():
             if "," in name:
                 continue
-            for label, points in figures.by_tau(record).items():
+            for label, points in frontier_figures.by_tau(record).items():
                 refitted = ", refitted" if points[0]["refitted"] and record["settings"]["method"] == "prox" else ""
                 label = label.replace(record["settings"]["method"], name)
                 panels.setdefault(model, {})[label + refitted] = points
-    figures.write(figures.errors(panels, dense), out.with_suffix(".png"))
+    figures.write(frontier_figures.errors(panels, dense), out.with_suffix(".png"))
 
 
 def main(

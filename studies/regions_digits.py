@@ -10,8 +10,8 @@ from pathlib import Path
 
 import typer
 
-from bench import harness
 from loco_ext.experiments import regions
+from loco_ext.threads import num_threads
 from studies import tables
 from studies.options import Out, Runs
 
@@ -22,7 +22,7 @@ def main(
 ) -> None:
     """Train, write the JSON file and the pictures beside it, print the table."""
     setting = regions.settings_of("quick")
-    with harness.num_threads(1):
+    with num_threads(1):
         record = regions.measure(setting, regions.load(setting, None), runs, "cpu", resume=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     for picture in ("regions", "toy"):

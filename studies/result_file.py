@@ -8,9 +8,8 @@ from typing import Any
 from filelock import FileLock
 
 from bench import generated, harness, machine
+from loco_ext.experiments.records import Record
 from studies import tables
-
-Record = dict[str, Any]
 
 
 class ResultFile:
@@ -34,7 +33,7 @@ class ResultFile:
         self._rewrite(lambda networks: [*networks, record])
 
     def extend(self, key: Record, more: Record) -> None:
-        """Add to the record of a network, or replace, what has been measured of it later."""
+        """Update the record of a network with what has been measured later."""
         self._rewrite(lambda networks: [n | more if key.items() <= n.items() else n for n in networks])
 
     def _rewrite(self, change: Callable[[list[Record]], list[Record]]) -> None:

@@ -6,11 +6,10 @@ import numpy as np
 from scipy import stats
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
-from loco_ext.experiments.figures import error
+from loco_ext.experiments.frontier_figures import error
 from loco_ext.experiments.landscapes import family_accuracy
 from loco_ext.experiments.landscapes_figures import by_arm
-
-Record = dict[str, Any]
+from loco_ext.experiments.records import Record
 
 
 def frontier(record: Record) -> Record:

@@ -16,12 +16,11 @@ import numpy as np
 from bench import generated, machine
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
-from loco_ext.experiments.records import with_error
+from loco_ext.experiments.records import Record, with_error
 from loco_ext.experiments.regions import NORMS
 from studies import papers
 
 RESULTS = Path(__file__).parent / "results"
-Record = dict[str, Any]
 mean = partial(with_error, missing=MISSING)
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"
@@ -117,7 +116,7 @@ def errors(model: str, arms: Record, settings: Record) -> Table:
 
 
 def latencies(model: str, arms: Record) -> Table:
-    """Return the same by the share of a compacted network's time; pruned networks are timed beside the dense one."""
+    """Return the table of the lowest error by share of the dense network's time; pruned ones are timed beside it."""
     dense = arms["width"]["paths"][0]["latency"]
     rows = []
     for name in ("width", "rings prox"):
@@ -147,7 +146,7 @@ def error(point: Record) -> float:
 
 
 def paths(arms: Record) -> Table:
-    """Return the table of how much of the network is left along the paths from the strength that leaves nothing."""
+    """Return the table of what is left of the network along the paths that begin where nothing is left."""
     rows = []
     for name in ("rings prox, dense", "rings prox, down"):
         (path,) = arms[name]["paths"]
@@ -157,7 +156,7 @@ def paths(arms: Record) -> Table:
 
 
 def norms(arms: Record) -> Table:
-    """Return the table of norms of weights, and of their effect, by treatment of batch norms, at the same strengths."""
+    """Return the table of norms of weights, alone and times the scales of batch norms, by treatment of these."""
     rows = []
     for kind in ("live", "scaled", "folded"):
         if f"rings prox, {kind}" not in arms:

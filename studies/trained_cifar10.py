@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
-from bench import harness
 from loco_ext.experiments import frontier
+from loco_ext.threads import num_threads
 from studies import summaries, tables
 from studies.frontier_cifar10 import MODELS, TEST, TRAIN, few_samples, recipe
 from studies.options import Data, Out, Runs
@@ -40,7 +40,7 @@ def main(
 ) -> None:
     """Train, write the JSON file, print the table."""
     dataset, networks = few_samples(data), {}
-    with harness.num_threads(1):
+    with num_threads(1):
         for width, model in itertools.product(STRENGTHS, MODELS):
             record = frontier.measure(path(model, width), dataset, runs / f"{model}-{width:g}", "cpu", resume=True)
             networks[f"{model}, width {width:g}"] = summaries.frontier(record)

@@ -11,7 +11,7 @@ import typer
 from loco_ext.commands import Out, Result, command, make_writable, writing_to
 from loco_ext.errors import UserError
 from loco_ext.folders import owned
-from loco_ext.output import json_text, one_line, replacing, write_json
+from loco_ext.output import json_text, one_line, print_table, replacing, write_json
 
 _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
@@ -45,12 +45,10 @@ def run(
     The command also suggests (gamma, eta) for every layer (Table 6). It averages over all checkpoints.
     """
     import torch
-    from rich.console import Console
-    from rich.text import Text
 
     from loco_ext.analysis.conv_weights import conv_weights
     from loco_ext.analysis.locality import estimate_locality, locality_statistics
-    from loco_ext.analysis.tables import locality_table, statistics_table
+    from loco_ext.analysis.tables import STATISTICS, locality_rows, statistics_rows
     from loco_ext.analysis.tap_figure import tap_figure
     from loco_ext.experiments.records import provenance
     from loco_ext.experiments.run import WEIGHTS
@@ -89,11 +87,11 @@ def run(
         write_json(out / "analysis.json", analysis)
 
     def show() -> None:
-        console, labels = Console(), short_names(list(statistics))
-        console.print(statistics_table({labels[name]: each for name, each in statistics.items()}))
-        console.print(locality_table(locality, "Suggested factors of the decay by distance from the centre"))
+        labels = short_names(list(statistics))
+        print_table(*statistics_rows({labels[name]: each for name, each in statistics.items()}), STATISTICS)
+        print_table(*locality_rows(locality), "Suggested factors of the decay by distance from the centre")
         for note in notes:
-            console.print(Text(one_line(note, _LONGEST_NOTE)))
+            print(one_line(note, _LONGEST_NOTE))
         print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {one_line(str(out))}")
 
     return Result(lambda: json_text(analysis, indent=2), show)

@@ -82,12 +82,12 @@ def run(
     model: nn.Module | None = None
     taught_by: nn.Module | None = None
     if weights is not None:
-        with _naming("--weights"):
+        with _errors_of("--weights"):
             model = _with_weights(setting, dataset, weights)
         setting = replace(setting, weights=digest(model))
     if teacher is not None:
-        with _naming("--teacher"):
-            taught_by = _trained(setting, dataset, teacher)
+        with _errors_of("--teacher"):
+            taught_by = _read_teacher(setting, dataset, teacher)
         setting = replace(setting, teacher=digest(taught_by))
     board = TensorBoard(out / "tensorboard") if tensorboard else None
     with writing_to(out), processes.joined(device) as joined:
@@ -113,7 +113,7 @@ def _with_weights(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Mo
     return model
 
 
-def _trained(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
+def _read_teacher(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
     """Return the network of a run for such data, or one :func:`_with_weights` of a file."""
     if not path.is_dir():
         return _with_weights(setting, dataset, path)
@@ -126,8 +126,8 @@ def _trained(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
 
 
 @contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Let errors in a file's content inside the ``with`` name the option."""
+def _errors_of(option: str) -> Iterator[None]:
+    """Let errors inside the ``with``, which are about a file's content, name the option that gave the file."""
     try:
         yield
     except (CheckpointError, SettingsError) as error:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext import sparsity
-from loco_ext.experiments.data import CLASSES, DATA, Dataset, images_text, load
+from loco_ext.experiments.data import DATA, FORMATS, Dataset, ImageFormat, load
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
 from loco_ext.experiments.processes import Processes
@@ -27,8 +27,6 @@ from loco_ext.folders import check_results, owned
 from loco_ext.output import json_text, note, replacing, unfinished
 
 FILES = ("report.json", "manifest.json", "model.safetensors")
-# Channels, and height = width, of the images of each data set.
-IMAGES = {"digits": (1, 8), "cifar10": (3, 32), "cifar100": (3, 32), "fashion-mnist": (1, 32)}
 
 
 @dataclass
@@ -48,25 +46,17 @@ class Compacted:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images.
+    """A trained network in eval mode, the names of its model and data set, and the images that it is for.
 
-    ``settings`` are those of its run, ``class_names`` and ``digest`` those of its data; there are none of a checkpoint.
+    ``settings`` are those of its run and ``digest`` that of its data; a checkpoint has neither.
     """
 
     model: nn.Module
     name: str
     data: str
-    channels: int
-    size: int
-    classes: int
+    images: ImageFormat
     settings: Mapping[str, Any] = field(default_factory=dict)
-    class_names: tuple[str, ...] = ()
     digest: str | None = None
-
-    @property
-    def images(self) -> str:
-        """Shape and classes that the images of its data set must have, as text."""
-        return images_text(self.channels, self.size, self.classes, self.class_names)
 
     def load_data(self, folder: Path | None) -> Dataset | None:
         """Return its data set, or None where that needs files and ``folder`` is None; say so if its images are others.
@@ -76,7 +66,7 @@ class Trained:
         """
         if folder is None and self.data != "digits":
             return None
-        dataset = load(self.data, folder, self.size)
+        dataset = load(self.data, folder, self.images.size)
         if dataset.images != self.images:
             raise DataError(f"folder: expected {self.images}, as for the training, got {dataset.images}")
         self.note_other_images(dataset)
@@ -103,10 +93,9 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
         CheckpointError: the file holds no weights.
     """
     settings: Mapping[str, Any] = {}
-    images: tuple[int, int, int] | None = None
-    known: dict[str, Any] = {}
+    images, digest = FORMATS.get(data or ""), None
     if path.is_dir():
-        settings, images, known = _recorded(path / "settings.json")
+        settings, images, digest = _read_settings(path / "settings.json")
         recorded = settings.get("model")
         if name is None and isinstance(recorded, str) and is_own(recorded) and recorded != own:
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
@@ -118,19 +107,15 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None, *
         raise SettingsError(f"{path}: expected the folder of a run or a checkpoint, found neither")
     if not isinstance(name, str) or not (is_own(name) or name in MODELS):
         raise SettingsError(f"model: expected one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {name!r}")
-    if images is None and data in IMAGES:
-        images = (*IMAGES[data], CLASSES[data])
     if data not in DATA or images is None:
-        raise SettingsError(f"data: expected one of {', '.join(CLASSES)}, got {data!r}")
-    channels, size, classes = images
+        raise SettingsError(f"data: expected one of {', '.join(FORMATS)}, got {data!r}")
     kind = find_model(name)
-    if size < kind.least_size:
-        least = kind.least_size
+    if (size := images.size) < (least := kind.least_size):
         raise SettingsError(f"model: {name} needs images of at least {least}x{least} pixels, {data} has {size}x{size}")
     width = {"width": settings["width"]} if kind.scalable and "width" in settings else {}
-    model = kind.make(channels, classes, size, **width)
+    model = kind.make(images.channels, images.classes, images.size, **width)
     load_weights(model, path)
-    return Trained(model.eval(), name, data, channels, size, classes, settings, **known)
+    return Trained(model.eval(), name, data, images, settings, digest)
 
 
 def compact(
@@ -162,7 +147,8 @@ def compact(
 def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:
     """Return random images of the network's size, in channels_last."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator)
+    channels, size, *_ = trained.images
+    images = torch.randn(batch_size, channels, size, size, generator=generator)
     return images.to(device, memory_format=torch.channels_last)
 
 
@@ -190,18 +176,18 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
             sparsity.save(compacted.network, out, compacted.report)
         if onnx:
             device = next(compacted.network.parameters()).device
-            images = torch.zeros(2, trained.channels, trained.size, trained.size, device=device)
-            sparsity.export_onnx(compacted.network, images, exported)
+            channels, size, *_ = trained.images
+            sparsity.export_onnx(compacted.network, torch.zeros(2, channels, size, size, device=device), exported)
 
 
-def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int], dict[str, Any]]:
-    """Return the settings of a run, channels, size and classes of its images, and what else is known of them."""
+def _read_settings(path: Path) -> tuple[Mapping[str, Any], ImageFormat, str | None]:
+    """Return a run's settings, and the format and the digest of its images."""
     try:
         record = json.loads(path.read_text())
-        channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))
-        class_names = tuple(map(str, record["dataset"].get("class_names", ())))
-        known = {"class_names": class_names, "digest": record["dataset"].get("digest")}
-        return {**record["settings"]}, (channels, size, classes), known
+        dataset = record["dataset"]
+        channels, size, classes = (int(dataset[name]) for name in ("channels", "size", "classes"))
+        images = ImageFormat(channels, size, classes, tuple(map(str, dataset.get("class_names", ()))))
+        return {**record["settings"]}, images, dataset.get("digest")
     except FileNotFoundError:
         raise SettingsError(f"{path.parent}: expected the folder of a run, found no settings.json in it") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,11 +1,11 @@
 """The data sets that experiments train on, by name."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,33 @@ READERS: dict[str, Callable[[Path], tuple[Samples, Samples]]] = {
     "cifar100": files.cifar100,
     "fashion-mnist": files.fashion_mnist,
 }
-CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
+
+
+class ImageFormat(NamedTuple):
+    """Shape and classes of a data set's images, which are square; only a folder's classes have names.
+
+    >>> str(ImageFormat(3, 32, 2, ("cat", "dog")))
+    'images of 3x32x32 in 2 classes (cat, dog)'
+    """
+
+    channels: int
+    size: int
+    classes: int
+    class_names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = f" ({', '.join(self.class_names)})" if self.class_names else ""
+        return f"images of {self.channels}x{self.size}x{self.size} in {self.classes} classes{names}"
+
+
+FORMATS = {
+    "digits": ImageFormat(1, 8, 10),
+    "cifar10": ImageFormat(3, 32, 10),
+    "cifar100": ImageFormat(3, 32, 100),
+    "fashion-mnist": ImageFormat(1, 32, 10),
+}
 FOLDER = "folder"  # images supplied by the user, of any classes
-DATA = (*CLASSES, FOLDER)
+DATA = (*FORMATS, FOLDER)
 IMAGE_SIZE = 32  # images of a folder are resized to this: the networks here are made for it
 
 
@@ -54,9 +78,8 @@ class Dataset:
         return self.train.images.shape[-1]
 
     @property
-    def images(self) -> str:
-        """Shape and classes of the images, as text."""
-        return images_text(self.channels, self.size, self.classes, self.class_names)
+    def images(self) -> ImageFormat:
+        return ImageFormat(self.channels, self.size, self.classes, self.class_names)
 
     def blank(self, device: torch.device, count: int = 1) -> Tensor:
         """Return images of the data set's shape that are zero, [count, channels, size, size]."""
@@ -100,23 +123,13 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
     if name == "digits":
         if folder is not None and not folder.is_dir():
             raise DataError(f"folder: expected none for digits, or a folder, got {str(folder)!r}")
-        return Dataset(name, *digits(), classes=CLASSES[name], augmented=False)
+        return Dataset(name, *digits(), classes=FORMATS[name].classes, augmented=False)
     if folder is None:
         raise DataError(f"folder: expected the folder that holds the files of the data set {name}, got none")
     if name == FOLDER:
         train, test, class_names = image_folder(folder, image_size or IMAGE_SIZE)
         return Dataset(name, train, test, len(class_names), augmented=True, class_names=class_names)
-    return Dataset(name, *READERS[name](folder), classes=CLASSES[name], augmented=True)
-
-
-def images_text(channels: int, size: int, classes: int, class_names: Sequence[str]) -> str:
-    """Return the shape and the classes of images as text; a data set of a fixed name has no names of classes.
-
-    >>> images_text(3, 32, 2, ("cat", "dog"))
-    'images of 3x32x32 in 2 classes (cat, dog)'
-    """
-    names = f" ({', '.join(class_names)})" if class_names else ""
-    return f"images of {channels}x{size}x{size} in {classes} classes{names}"
+    return Dataset(name, *READERS[name](folder), classes=FORMATS[name].classes, augmented=True)
 
 
 def digits() -> tuple[Samples, Samples]:

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch import Tensor, nn
 
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
-from loco_ext.analysis.tables import statistics_table
+from loco_ext.analysis.tables import STATISTICS, statistics_rows
 from loco_ext.experiments.figures import finish, write
 from loco_ext.output import print_table
 
@@ -75,7 +74,7 @@ def print_networks(networks: list[DemoNetwork]) -> None:
         rows.append([_label(network), f"{network.accuracy:.1%}", *(f"{means[name]:.4f}" for name in CLASSES), ratio])
     headers = ["decay (gamma, eta)", "accuracy", *CLASSES, "centre / corner"]
     print_table(headers, rows, "Test accuracy and mean |weight| of the 3x3 convolutions")
-    Console().print(statistics_table({_label(network): network.statistics for network in networks}))
+    print_table(*statistics_rows({_label(network): network.statistics for network in networks}), STATISTICS)
 
 
 def save_figure(networks: list[DemoNetwork], path: Path) -> None:

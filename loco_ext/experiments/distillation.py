@@ -10,7 +10,7 @@ from loco_ext.sparsity import distillation_loss
 
 @dataclass(frozen=True)
 class Teacher:
-    """A network in eval mode, on the device of the one that trains, and the weight and temperature of its part.
+    """A trained network in eval mode, and the weight and temperature of its part in another network's loss.
 
     See :func:`loco_ext.sparsity.distillation_loss`.
     """

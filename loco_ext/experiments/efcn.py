@@ -33,14 +33,14 @@ from loco_ext.experiments.efcn_pictures import corner_of, filter_of
 from loco_ext.experiments.efcn_settings import CNN, FCN, FULL, LCN, EfcnSettings
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, read, remembered
+from loco_ext.experiments.records import Record, begin, cached_json, read
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import cell, note, write_json
+from loco_ext.output import Rows, cell, note, write_json
 
 TOLERANCE = 1e-2  # on the residual of the power iteration
 EVALUATED = ("loss", "accuracy")
@@ -149,7 +149,7 @@ class _Experiment:
         before, after = folder / "before.json", folder / "after.json"
         if not after.exists():
             model = self.lift(arm)
-            remembered(before, lambda: self.before(model, arm))
+            cached_json(before, lambda: self.before(model, arm))
             history = self.train_on(model, arm)
             write_json(after, {"epochs": _epochs(history)} | self.after(model, arm), indent=None)
         (folder / run.CHECKPOINT).unlink(missing_ok=True)  # the final weights are in model.safetensors
@@ -197,7 +197,7 @@ class _Experiment:
 
     def start(self, time: int) -> dict[str, float]:
         """Return the losses and accuracies of the network at a switch time."""
-        return remembered(self.out / CNN / f"start-{time:03}.json", lambda: self.evaluate(self.network(time)))
+        return cached_json(self.out / CNN / f"start-{time:03}.json", lambda: self.evaluate(self.network(time)))
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
         """Return losses and accuracies on the training samples (all, or those given) and on the test samples."""
@@ -285,7 +285,7 @@ class _Batches(Sequence[tuple[Tensor, Tensor]]):
         return self.normalization(self.images[index]), self.labels[index]
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all networks, with the curvature after training."""
     headers = ["network", "from", "weights", "test before", "test after", "delta local", "delta share", "top eigen"]
     own: Record = {"relax": CNN, "switch_time": None, "after": {}}

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from loco_ext.experiments.efcn_settings import CNN
 from loco_ext.experiments.figures import finish
+from loco_ext.experiments.records import Record
 
-Record = dict[str, Any]
 MARKERS = "x+^sd*"
 PANELS = {
     "train_loss": "training loss",
@@ -49,7 +49,8 @@ def dynamics(record: Record) -> Figure:
             if record["fcn"]:
                 _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
             branches = _branches(record, relax)
-            for branch, color in zip(branches, _colors(len(branches)), strict=True):
+            colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(branches)))
+            for branch, color in zip(branches, colors, strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
             _scale_epochs(axes)
             axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
@@ -95,11 +96,11 @@ def deviations(record: Record) -> Figure:
             losses = [branch["start"]["train_loss"] for branch in branches]
             style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "", "label": _title(relax)}
             for axes, x, y in zip(row, (times, losses, deltas), (deltas, deltas, accuracies), strict=True):
-                axes.plot(_numbers(x), _numbers(y), **style)
+                axes.plot(_array(x), _array(y), **style)
         if record["fcn"]:
             last, start = record["fcn"]["epochs"][-1], record["fcn"]["start"]
-            row[1].plot(*_numbers([start["train_loss"], last[name]]), "o", color="tab:blue", label="FCN")
-            row[2].plot(*_numbers([last[name], last["test_accuracy"]]), "o", color="tab:blue", label="FCN")
+            row[1].plot(*_array([start["train_loss"], last[name]]), "o", color="tab:blue", label="FCN")
+            row[2].plot(*_array([last[name], last["test_accuracy"]]), "o", color="tab:blue", label="FCN")
         label = name.replace("_", " ")
         row[0].set(xlabel="switch time", ylabel=label)
         row[1].set(xlabel="initial training loss", ylabel=label)
@@ -160,7 +161,7 @@ def interpolations(branches: list[Record]) -> Figure:
             for method, color in zip(branch["interpolations"], ("tab:green", "tab:blue", "tab:red"), strict=True):
                 points = branch["interpolations"][method]
                 alphas = [point["alpha"] for point in points]
-                axes.plot(alphas, _numbers([point[name] for point in points]), color=color, marker=".", label=method)
+                axes.plot(alphas, _array([point[name] for point in points]), color=color, marker=".", label=method)
             axes.set(xlabel="alpha", ylabel=title)
             axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}", fontsize="small")
             finish(axes, "x-small" if axes is row[-1] else None)
@@ -194,18 +195,14 @@ def _widest(branches: list[Record]) -> list[Record]:
     return [branches[round(i * (len(branches) - 1) / (MOST - 1))] for i in range(MOST)]
 
 
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    """Replace None, JSON's null for numbers that are not finite, by NaN."""
-    return [np.nan if value is None else value for value in values]
-
-
-def _colors(count: int) -> list[Any]:
-    return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+def _array(values: Sequence[float | None]) -> np.ndarray:
+    """Return numbers as an array in which None, JSON's null for numbers that are not finite, is NaN."""
+    return np.array(values, dtype=float)
 
 
 def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:
     values = [network["start"][name], *(epoch[name] for epoch in network["epochs"])]
-    axes.plot(range(len(values)), _numbers(values), marker=".", linewidth=1, **style)
+    axes.plot(range(len(values)), _array(values), marker=".", linewidth=1, **style)
 
 
 def _draw_by_time(
@@ -213,7 +210,7 @@ def _draw_by_time(
 ) -> None:
     times = [branch["switch_time"] for branch in _branches(record, relax)]
     line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
-    axes.plot(times, _numbers(values), marker=MARKERS[number % len(MARKERS)], **line)
+    axes.plot(times, _array(values), marker=MARKERS[number % len(MARKERS)], **line)
     _scale_epochs(axes)
     axes.set(xlabel="switch time")
 
@@ -227,7 +224,7 @@ def _scale_epochs(axes: Axes) -> None:
 def _draw_references(axes: Axes, record: Record) -> None:
     for network, label, line in ((record["cnn"], "best CNN", "-"), (record["fcn"], "best FCN", "--")):
         if network:
-            best = max(_numbers([epoch["test_accuracy"] for epoch in network["epochs"]]))
+            best = max(_array([epoch["test_accuracy"] for epoch in network["epochs"]]))
             axes.axhline(best, color="black", linewidth=1, linestyle=line, label=label)
 
 

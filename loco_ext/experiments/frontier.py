@@ -29,7 +29,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from typer import Option
 
 from loco_ext import sparsity
-from loco_ext.experiments import figures, run
+from loco_ext.experiments import figures, frontier_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
@@ -47,7 +47,7 @@ from loco_ext.experiments.settings import (
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
-from loco_ext.output import write_json
+from loco_ext.output import Rows, write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity.folded_norms import convolutions_and_norms
@@ -228,7 +228,7 @@ def measure(
             {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
         ]
         write_json(out / "frontier.json", record)
-        figures.save(figures.draw(record), out)
+        figures.save(frontier_figures.draw(record), out)
     return record
 
 
@@ -344,11 +344,11 @@ def filter_norms(model: nn.Module) -> dict[str, float]:
     return {"weight_norm": mean(norms), "effective_norm": mean(effective)}
 
 
-def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def rows(record: dict[str, Any]) -> Rows:
     """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
     headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "filters", "ms"]
-    dense = figures.dense_path(record)["macs"]
+    dense = frontier_figures.dense_path(record)["macs"]
     cells = []
     for path in record["paths"]:
         for point in path["points"]:
@@ -358,7 +358,7 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 [
                     f"{path['width'] if width_only else point['strength']:.3g}",
                     f"{point['tau']:g}",
-                    f"{figures.error(point):.2f}%",
+                    f"{frontier_figures.error(point):.2f}%",
                     f"{point['macs']:,}",
                     f"{point['macs'] / dense:.1%}",
                     str(live),

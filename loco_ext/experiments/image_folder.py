@@ -57,11 +57,11 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
     if missing or not files:
         empty = folder / classes[min(missing)] if missing else folder
         raise DataError(f"{empty}: expected images in it, found no {', '.join(SUFFIXES)}")
-    needed, free = 4 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
+    needed, free = 3 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise DataError(
-            f"image_size: expected one at which {len(files)} images, padded and mirrored for crops and flips, fit into "
-            f"{free / 1e9:.1f} GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
+            f"image_size: expected one at which {len(files)} images, also padded for crops, fit into {free / 1e9:.1f} "
+            f"GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
         )
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))
     files = [files[place] for place in order.tolist()]

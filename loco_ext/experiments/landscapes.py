@@ -36,12 +36,12 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered, rounded, with_error
+from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error, read, rounded, with_error
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from loco_ext.folders import owned
-from loco_ext.output import note, progress_bar, write_json
+from loco_ext.output import Rows, note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
 BATCH = 500
@@ -140,7 +140,7 @@ class _Experiment:
             note(f"{folder.name}: {name}")
             return what()
 
-        return remembered(folder / f"{name}.json", measured)
+        return cached_json(folder / f"{name}.json", measured)
 
     def measurements(self, network: nn.Module) -> dict[str, Callable[[], Record]]:
         """Return the measurements on a trained network, by name."""
@@ -312,7 +312,7 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
     return found
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all arms: means over seeds, plus or minus their standard errors."""
     headers = ["arm", "accuracy", "TV", *FAMILIES, "ablation", "Lemma 1"]
     cells = []

@@ -9,8 +9,7 @@ from matplotlib.ticker import PercentFormatter
 
 from loco_ext.analysis.corruptions import CORRUPTIONS, FAMILIES, LEVELS
 from loco_ext.experiments.figures import finish
-
-Record = dict[str, Any]
+from loco_ext.experiments.records import Record
 
 
 def draw(record: Record) -> Iterator[tuple[str, Figure]]:

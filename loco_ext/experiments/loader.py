@@ -1,9 +1,7 @@
 """Batches of an in-memory data set, randomly cropped and flipped, normalised, on the training device.
 
 All randomness is drawn on the CPU and depends only on (seed, epoch), so that a resumed run and another device see the
-same images in the same order, and several processes share the batches of a single one. Crops are read on the device
-through a view of all windows of the padded images and of their mirror images: one ``index_select`` per batch, which on
-the CPU copies whole rows at once where a gather would copy single bytes.
+same images in the same order, and several processes share the batches of a single one.
 """
 
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from loco_ext.experiments.samples import Samples
 
@@ -86,11 +85,11 @@ class Loader:
         processes: int = 1,
     ) -> None:
         self.augmented, self.cropped, self.shuffled = augmented, cropped, shuffled
-        images = samples.images.to(device).permute(0, 2, 3, 1)
-        _, height, width, self.channels = images.shape
-        padded = _padded_and_mirrored(images) if augmented else images.contiguous()
-        self.padded_height, self.padded_width = padded.shape[1:3]
-        self.windows = _windows(padded, height, width)
+        images = samples.images.to(device)
+        *_, self.height, self.width = images.shape
+        padded = pad(images, [PADDING] * 4) if augmented else images
+        self.padded_height, self.padded_width = padded.shape[2:]
+        self.pixels = padded.permute(0, 2, 3, 1).flatten(0, 2)  # [N * padded height * padded width, C]
         self.labels = samples.labels.to(device)
         self.normalization = normalization.to(device)
         self.device = device
@@ -106,50 +105,33 @@ class Loader:
 
         The weight is this process's share of the samples times the number of processes.
         """
-        order, windows = (values.to(self.device) for values in self._draw(number))
-        labels = self.labels[order].split(self.batch_size)
-        for expected, wanted in zip(labels, windows.split(self.batch_size), strict=True):
-            count = len(expected)
+        for batch in self._draw(number).to(self.device).split(self.batch_size, 1):
+            count = batch.shape[1]
             if count < 2 * self.processes:
                 return
-            if self.processes > 1:
-                expected, wanted = (values[self.rank :: self.processes] for values in (expected, wanted))
-            pixels = self.windows.index_select(0, wanted).unflatten(2, (-1, self.channels))
-            share = len(expected) * self.processes / count
-            yield self.normalization(pixels.permute(0, 3, 1, 2)), expected, share
+            image, y, x, flipped = batch[:, self.rank :: self.processes]
+            pixels = self._crops(image, y, x, flipped == 1)
+            share = len(image) * self.processes / count
+            yield self.normalization(pixels.permute(0, 3, 1, 2)), self.labels[image], share
 
-    def _draw(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the sample indices in the epoch's order, and the window that each sample is read from."""
+    def _draw(self, epoch: int) -> Tensor:
+        """Return int64 [4, N] in the epoch's order: index of each sample, corner of its crop, whether it is flipped."""
         count = len(self.labels)
         (state,) = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state))
         order = torch.randperm(count, generator=generator) if self.shuffled else torch.arange(count)
         if not self.augmented:
-            return order, order * (self.padded_height * self.padded_width)
-        y, x = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
+            return torch.cat([order[None], order.new_zeros(3, count)])
+        corners = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
         if not self.cropped:
-            y, x = torch.full_like(y, PADDING), torch.full_like(x, PADDING)
-        flips = torch.rand(count, generator=generator) < 0.5
-        # A crop that is then flipped is a crop of the mirror image at the same distance from the opposite side.
-        x = torch.where(flips, 2 * PADDING - x, x)
-        images = torch.arange(count) + flips * count
-        return order, ((images * self.padded_height + y) * self.padded_width + x)[order]
+            corners.fill_(PADDING)
+        flipped = torch.rand(1, count, generator=generator) < 0.5
+        return torch.cat([order[None], torch.cat([corners, flipped])[:, order]])
 
-
-def _padded_and_mirrored(images: Tensor) -> Tensor:
-    """Map [N, H, W, C] to [2 * N, H + 8, W + 8, C]: the zero-padded images, followed by their mirror images."""
-    count, height, width, channels = images.shape
-    padded = images.new_zeros(2 * count, height + 2 * PADDING, width + 2 * PADDING, channels)
-    padded[:count, PADDING : PADDING + height, PADDING : PADDING + width] = images
-    padded[count:] = padded[:count].flip(2)
-    return padded
-
-
-def _windows(images: Tensor, height: int, width: int) -> Tensor:
-    """Return a view [windows, height, width * C] of [N, H, W, C]: the windows that begin at each pixel in turn.
-
-    A window that would not fit in its image consists of parts of several rows or images.
-    """
-    count, rows, columns, channels = images.shape
-    windows = count * rows * columns - (height - 1) * columns - width + 1
-    return images.as_strided((windows, height, width * channels), (channels, columns * channels, 1))
+    def _crops(self, image: Tensor, y: Tensor, x: Tensor, flipped: Tensor) -> Tensor:
+        """Return crops [samples, height, width, C] of the padded images; those that are flipped have reversed rows."""
+        rows, columns = (torch.arange(size, device=self.device) for size in (self.height, self.width))
+        begins = ((image * self.padded_height + y)[:, None] + rows) * self.padded_width + x[:, None]
+        places = begins[:, :, None] + torch.where(flipped[:, None], columns.flip(0), columns)[:, None]
+        # Unlike advanced indexing, index_select copies whole pixels.
+        return self.pixels.index_select(0, places.flatten()).view(*places.shape, -1)

@@ -65,7 +65,7 @@ def rounded(values: Tensor, digits: int) -> list[list[float]]:
     return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]
 
 
-def remembered(path: Path, make: Callable[[], Any]) -> Any:
+def cached_json(path: Path, make: Callable[[], Any]) -> Any:
     """Return the content of a JSON file; if there is none, write what ``make`` returns first.
 
     Raises:
@@ -100,7 +100,7 @@ def mean_and_error(values: Sequence[float | None]) -> Record:
 
 
 def with_error(found: Record, form: str, factor: float = 1, *, name: str = "mean", missing: str = "") -> str:
-    """Format a mean, or the figure of that ``name`` beside it, and its standard error, which a single seed has not.
+    """Format a mean, or the figure called ``name`` beside it, with its standard error unless there is a single seed.
 
     >>> with_error({"mean": 0.5, "standard_error": 0.25, "difference": 0.125}, ".1f", 100)
     '50.0 ± 25.0'

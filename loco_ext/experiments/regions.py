@@ -25,15 +25,15 @@ from torch.nn.functional import cross_entropy
 from typer import Option
 
 from loco_ext.experiments import data, figures, files, region_pictures
-from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
+from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields, count_option, list_option
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
-from loco_ext.output import cell, note, progress_bar, write_json
+from loco_ext.output import Rows, cell, note, progress_bar, write_json
 from loco_ext.regularizers import ROLL, region_radius
 
 MOST_POINTS_LOST = 0.5  # percentage points of accuracy that a network may lose and still count
@@ -142,7 +142,7 @@ def load(settings: RegionsSettings, folder: Path | None) -> Dataset:
         return data.load("digits", folder)
     if folder is None:
         raise files.DataError("folder: expected the folder that holds MNIST's idx files, got none")
-    return Dataset("mnist", *files.mnist(folder), classes=CLASSES["digits"], augmented=False)
+    return Dataset("mnist", *files.mnist(folder), classes=10, augmented=False)
 
 
 def measure(
@@ -177,7 +177,7 @@ def _network(
     """Train and measure one network, or read what was measured."""
     name = "vanilla" if arm is None else f"roll-{_exact(arm[0])}-{_exact(arm[1])}-{arm[2]}"
     path = out / f"{name}-{seed}.json"
-    found = remembered(path, lambda: _measured(settings, samples, arm, seed, name, device))
+    found = cached_json(path, lambda: _measured(settings, samples, arm, seed, name, device))
     if not isinstance(found, dict) or (found.get("name"), found.get("seed")) != (name, seed):
         raise SettingsError(f"{path}: expected the record of {name}, seed {seed}; remove it to measure anew")
     return found
@@ -302,7 +302,7 @@ def best(arms: list[Record]) -> Record | None:
     return max(within, key=lambda arm: arm["ratio"]["2"]["mean"], default=None)
 
 
-def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def rows(record: Record) -> Rows:
     """Return headers and cells of a table of all settings; an asterisk marks the best within half a point."""
     chosen = best(record["arms"])
     headers = ["strength", "hinge", "percent", "accuracy", "radius, p=1", "p=2", "p=inf", "ratio, p=2"]

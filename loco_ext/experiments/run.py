@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,11 +30,14 @@ from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import provenance
-from loco_ext.experiments.settings import Settings, SettingsError, check_same
+from loco_ext.experiments.settings import Settings, SettingsError, check_resumable
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import check_results, owned
 from loco_ext.output import json_text, replacing, write_json
 from loco_ext.sparsity import zero_dead_filters
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # takes seconds to import
 
 CHECKPOINT = "checkpoint.pt"
 WEIGHTS = "model.safetensors"
@@ -44,14 +47,6 @@ class DivergedError(UserError, RuntimeError):
     """Raised for a run whose loss is no longer finite; the message names its folder."""
 
     exit_code = 1
-
-
-class Part(Protocol):
-    """An object whose state is saved in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 def run(
@@ -94,15 +89,17 @@ def run(
     """
     settings.check_data(data, processes.count)
     check_results(out, ("settings.json", CHECKPOINT, WEIGHTS) if _has_run(out) else ())
-    taught = _taught(settings, teacher, processes)
+    taught_by = _make_teacher(settings, teacher, processes)
     keep_freed_memory()
     model = (make_model(settings, data) if model is None else model).to(processes.device)
     optimizer, precision = make_optimizer(settings, model, data), Precision(settings.amp, processes.device)
-    parts: dict[str, Part] = {"model": model, "optimizer": optimizer, "scaler": precision.scaler}
+    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": precision.scaler}
     budget = make_budget(settings, model, optimizer, data, processes)
     if budget is not None:
         parts["budget"] = budget
-    facts = {"processes": _describe(processes), "dataset": data.description}
+    # The order of summation, and with it the last bits, depends on the number of processes and the kind of device.
+    on = {"count": processes.count, "device": processes.device.type}
+    facts = {"processes": on, "dataset": data.description}
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
     with owned(out) if processes.first else nullcontext():
@@ -117,7 +114,7 @@ def run(
                 after_epoch(history[-1])
 
         options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
-        options |= {"budget": budget, "teacher": taught}
+        options |= {"budget": budget, "teacher": taught_by}
         train(model, optimizer, data, settings, processes, after_epoch=save, **options)
         if settings.penalises_folded:
             zero_dead_filters(model)
@@ -127,7 +124,7 @@ def run(
     return history
 
 
-def _taught(settings: Settings, model: nn.Module | None, processes: Processes) -> Teacher | None:
+def _make_teacher(settings: Settings, model: nn.Module | None, processes: Processes) -> Teacher | None:
     """Return the teacher that the settings ask for; raise SettingsError for one of the two without the other."""
     if settings.distillation is None:
         if model is not None:
@@ -137,11 +134,6 @@ def _taught(settings: Settings, model: nn.Module | None, processes: Processes) -
         raise SettingsError("distillation: expected a teacher with it, got none")
     moved = model.to(processes.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     return Teacher(moved, settings.distillation, settings.temperature)
-
-
-def _describe(processes: Processes) -> dict[str, Any]:
-    """Return the facts that the order of summation, and with it the last bits, depends on."""
-    return {"count": processes.count, "device": processes.device.type}
 
 
 def recorded_milestones(out: Path) -> tuple[int, ...] | None:
@@ -164,7 +156,7 @@ def _begin(
     out: Path,
     settings: Settings,
     facts: dict[str, Any],
-    parts: dict[str, Part],
+    parts: dict[str, "Stateful"],
     processes: Processes,
     *,
     resume: bool,
@@ -180,18 +172,20 @@ def _begin(
     return history
 
 
-def _save(out: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part], history: list[Epoch]) -> None:
+def _save(
+    out: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, "Stateful"], history: list[Epoch]
+) -> None:
     states = {name: part.state_dict() for name, part in parts.items()}
     epochs = [asdict(epoch) for epoch in history]
     save_checkpoint(out / CHECKPOINT, {"settings": asdict(settings), **facts, **states, "history": epochs})
     _write_metrics(out, history)
 
 
-def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part]) -> list[Epoch]:
+def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, "Stateful"]) -> list[Epoch]:
     try:
         state: dict[str, Any] = load_checkpoint(path)
         history = [Epoch(**epoch) for epoch in state["history"]]
-        check_same(settings, dict(state["settings"]), len(history), path)
+        check_resumable(settings, dict(state["settings"]), len(history), path)
         for name, expected in facts.items():
             if state[name] != expected:
                 raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {expected}")

@@ -10,7 +10,7 @@ from typer import Option
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError
-from loco_ext.experiments.data import CLASSES, DATA, FOLDER, IMAGE_SIZE, Dataset
+from loco_ext.experiments.data import DATA, FOLDER, FORMATS, IMAGE_SIZE, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
@@ -32,7 +32,7 @@ def share_option(help: str) -> Any:
 
 
 def list_option(kind: Callable[[str], Any], metavar: str, *, name: str | None = None, **more: Any) -> Any:
-    """Return the option of values that are separated by commas; ``name`` is another than the field's."""
+    """Return the option of values that are separated by commas; ``name`` replaces that of the field."""
     return Option(*filter(None, [name]), parser=separated(kind), metavar=metavar, **more)
 
 
@@ -47,7 +47,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise SettingsError for a field that is none of its Literal's values or beyond its option's limits."""
+    """Raise SettingsError for a field whose value its Literal does not list or its option does not allow."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
         kind, *options = get_args(hint) if get_origin(hint) is Annotated else [hint]
@@ -117,7 +117,7 @@ class Settings:
         Option(
             "--dataset",
             metavar="NAME",
-            help=f"Data set: {', '.join(CLASSES)}; or folder, your own images, which --data has as train/CLASS/*.png "
+            help=f"Data set: {', '.join(FORMATS)}; or folder, your own images, which --data has as train/CLASS/*.png "
             "and likewise in val or test.",
         ),
     ] = FOLDER
@@ -437,7 +437,7 @@ def experiment_preset(
     return from_preset("paper", **training), own
 
 
-def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
+def check_resumable(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
     """Raise SettingsError where settings differ from those of the run to resume.
 
     The number of epochs may be larger, and milestones may differ among the epochs to come.

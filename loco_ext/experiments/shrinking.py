@@ -224,7 +224,7 @@ def _settings(trained: Trained, how: Shrinking) -> Settings:
     options: dict[str, Any] = {"model": trained.name, "data": trained.data, "epochs": how.epochs, "learning_rate": rate}
     options |= {"distillation": how.distillation, "temperature": how.temperature}
     if trained.data == FOLDER:
-        options["image_size"] = trained.size
+        options["image_size"] = trained.images.size
     return from_preset("quick", **kept | options)
 
 

@@ -218,8 +218,8 @@ def train(
     precision = precision or Precision(settings.amp, processes.device)
     steps = (settings.epochs - start) * len(loader)
     deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
-    agreeing = _agreeing(model, optimizer, settings, processes)
-    with deterministic, agreeing, progress_bar(steps, label, unit="step", shown=processes.first) as progress:
+    statistics = _equal_running_statistics(model, optimizer, settings, processes)
+    with deterministic, statistics, progress_bar(steps, label, unit="step", shown=processes.first) as progress:
         for epoch in range(start, settings.epochs):
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_of(epoch)
@@ -227,7 +227,7 @@ def train(
             # have.
             called = processes.wrap(model)
             begin = time.perf_counter()
-            with _dropout_from(settings.seed, epoch, processes):
+            with _seeded_dropout(settings.seed, epoch, processes):
                 found = train_epoch(
                     called, optimizer, loader, epoch, progress, term, precision, pilcro, budget, teacher
                 )
@@ -253,10 +253,10 @@ def train(
 
 
 @contextmanager
-def _agreeing(
+def _equal_running_statistics(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, processes: Processes
 ) -> Iterator[None]:
-    """Make all processes step with the same running variances inside the ``with`` if the penalty depends on them."""
+    """Broadcast buffers before each step inside the ``with`` if the penalty depends on running variances."""
     if not settings.penalises_folded or processes.count == 1:
         yield
         return
@@ -268,7 +268,7 @@ def _agreeing(
 
 
 @contextmanager
-def _dropout_from(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
+def _seeded_dropout(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
     """Seed dropout only by epoch and process inside the ``with``, and restore the random state on exit."""
     (state,) = np.random.SeedSequence([seed, epoch, processes.rank]).generate_state(1, np.uint64)
     with torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []):

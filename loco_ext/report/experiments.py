@@ -8,19 +8,17 @@ from matplotlib.figure import Figure
 from loco_ext.experiments import (
     efcn,
     efcn_figures,
-    figures,
     frontier,
+    frontier_figures,
     landscapes,
     landscapes_figures,
     region_pictures,
     regions,
 )
 from loco_ext.experiments.records import Record
-from loco_ext.output import one_line
+from loco_ext.output import Rows, one_line
 from loco_ext.report.content import Plot, Section, Table, plot
 from loco_ext.report.runs import Run
-
-Rows = tuple[list[str], list[list[str]]]
 
 
 class _Experiment(NamedTuple):
@@ -48,7 +46,7 @@ def _plot(run: Run, name: str, figure: Figure) -> Plot:
 def _sizes(record: Record) -> list[Table]:
     """Return the numbers of filters of each size that the figures of a frontier show."""
     tables = []
-    for point in figures.with_largest_tau(record):
+    for point in frontier_figures.with_largest_tau(record):
         count = max(map(len, point["kernels"].values()))
         rows = [[name, *(str(n) for n in counts)] for name, counts in point["kernels"].items()]
         caption = f"strength {point['strength']:.3g}, filters by size"
@@ -63,20 +61,20 @@ def accuracy_by_cost(runs: list[Run]) -> list[Plot]:
         together.setdefault(f"{run.settings.get('model')} on {run.settings.get('data')}", []).append(run)
     plots = []
     for title, found in together.items():
-        series: figures.Series = {}
+        series: frontier_figures.Series = {}
         for run in found:
-            for label, points in figures.by_tau(run.content).items():
+            for label, points in frontier_figures.by_tau(run.content).items():
                 series[label if len(found) == 1 else f"{label}, {one_line(run.name)}"] = points
-        dense = max(figures.dense_path(run.content)["macs"] for run in found)
+        dense = max(frontier_figures.dense_path(run.content)["macs"] for run in found)
         alt = "Test error in percent by multiply-accumulates of " + ", ".join(series)
-        plots.append(plot(f"Test error by cost, {title}", alt, figures.errors({"": series}, dense)))
+        plots.append(plot(f"Test error by cost, {title}", alt, frontier_figures.errors({"": series}, dense)))
     return plots
 
 
 EXPERIMENTS = {
     "frontier": _Experiment(
         "Frontier",
-        figures.draw,
+        frontier_figures.draw,
         {
             "widths": ("Filters left", "Number of filters left in each layer, one area for each strength"),
             "sizes": ("Sizes of filters", "Number of filters of each size in each layer, one panel for each size"),

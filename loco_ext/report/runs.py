@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loco_ext.errors import UserError
-from loco_ext.experiments.figures import dense_path
+from loco_ext.experiments.frontier_figures import dense_path
 from loco_ext.experiments.records import Record
 from loco_ext.experiments.regions import best
 from loco_ext.input import open_regular
@@ -89,7 +89,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             raise RunError(f"{folder}: expected a folder with runs in it, or below, found none")
         places |= {path.resolve(): (path, command) for path, command in found if path.resolve() not in places}
     runs, problems = [], []
-    names, order = _names(list(places)), list(_KINDS)
+    names, order = _names_below_common(list(places)), list(_KINDS)
     for place, (path, command) in sorted(places.items(), key=lambda entry: order.index(entry[1][1])):
         try:
             run = _KINDS[command].read(path)
@@ -120,8 +120,8 @@ def _commands_below(folder: Path) -> Iterator[tuple[Path, str]]:
                 break
 
 
-def _names(places: list[Path]) -> dict[Path, str]:
-    """Return the path of each below the deepest folder that contains all of them."""
+def _names_below_common(places: list[Path]) -> dict[Path, str]:
+    """Return the path of each folder below the deepest one that contains all of them."""
     if len(places) == 1:
         return {places[0]: places[0].name}
     common = Path(os.path.commonpath(places))
@@ -210,7 +210,7 @@ def _demo(folder: Path) -> Run:
 
 
 def _experiment(name: str, metrics: Callable[[Record], dict[str, Any]]) -> _Kind:
-    """Return how an experiment is read, whose results are in ``NAME.json``."""
+    """Return the reader of an experiment whose results are in ``NAME.json``."""
 
     def read(folder: Path) -> Run:
         record = read_json(folder / f"{name}.json")

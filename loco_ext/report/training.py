@@ -43,7 +43,7 @@ def learning_curves(runs: list[Run]) -> Section:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """Return labels, all different: of a training the settings that not more than half of the trainings have."""
+    """Return a different label for each run: for a training, its settings that at most half of the trainings share."""
     trainings = [run.settings for run in runs if run.command == "train"]
     values = {name: Counter(setting(each.get(name)) for each in trainings) for name in differing(trainings)}
     labels: list[str] = []
@@ -94,7 +94,7 @@ def _values(run: Run, name: str) -> list[float]:
 
 
 def filters(run: Run) -> list[Plot]:
-    """Draw the filters of a network's first layer, and how many of each layer's have which size if some are smaller.
+    """Draw the filters of a network's first layer and, if some filters are smaller, the number of each size by layer.
 
     Commands that write no weights have other pictures: ``shrink`` and ``compact`` only the sizes, ``analyze`` and
     ``demo`` the mean magnitude of each tap.

@@ -45,7 +45,7 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
 @pytest.fixture
 def small(one_thread):
     """Return a network, and what compaction makes of it."""
-    trained = compacting.Trained(models.small_cnn().eval(), "small", "digits", 1, 8, 10)
+    trained = compacting.Trained(models.small_cnn().eval(), "small", "digits", data.ImageFormat(1, 8, 10))
     return compacting.compact(trained, batch_size=2, cost="macs"), trained
 
 

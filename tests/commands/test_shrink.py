@@ -96,7 +96,7 @@ def test_a_training_that_diverges_is_an_error_and_leaves_what_else_is_there(caps
 
 def test_training_on_augments_as_the_run_did():
     settings = asdict(quick(crop=False, batch_size=50))
-    trained = compacting.Trained(models.small_cnn(), "small", "digits", 1, 8, 10, settings)
+    trained = compacting.Trained(models.small_cnn(), "small", "digits", data.ImageFormat(1, 8, 10), settings)
     found = shrinking._settings(trained, shrinking.Shrinking(macs=0.5))
     assert (found.crop, found.augment, found.batch_size) == (False, True, 50)
 

@@ -78,7 +78,7 @@ def test_a_network_is_measured_and_teaches_on_the_classes_that_it_was_trained_on
 def test_images_that_are_not_those_of_the_training_are_said_to_be_others(folder, trained, capsys):
     for notes in (0, 1):
         dataset = compacting.read_trained(trained).load_data(folder)
-        train._trained(quick(data="folder", image_size=8), dataset, trained)
+        train._read_teacher(quick(data="folder", image_size=8), dataset, trained)
         assert capsys.readouterr().err.count("The trained network was trained on other images") == 2 * notes
         write(folder / "train" / "cat" / "a.png", np.full((4, 4, 3), 77, np.uint8))
 

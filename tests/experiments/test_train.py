@@ -23,7 +23,7 @@ from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import SettingsError, check_same, from_preset
+from loco_ext.experiments.settings import SettingsError, check_resumable, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, measure_accuracies, train
 from tests.covering import covering
 from tests.experiments.runs import CPU, digits, killed_after, quick, written_out
@@ -241,14 +241,14 @@ def test_runs_of_earlier_versions_are_resumed_with_what_they_had(tmp_path):
         (replace(rings, folded=False), asdict(rings) | {"folded": False}),
         *((quick(macs=0.5), before) for before in (budget, budget | {"round_to": None}, without)),
     ):
-        check_same(setting, recorded, 0, tmp_path)
+        check_resumable(setting, recorded, 0, tmp_path)
     for setting, recorded, said in (
         (rings, asdict(rings) | {"folded": False}, "folded: expected False"),
         (replace(rings, folded=True), asdict(rings) | {"folded": False}, "folded: expected False"),
         (quick(macs=0.5), budget | {"round_to": 4}, "round_to: expected 4"),
     ):
         with pytest.raises(SettingsError, match=f"^{said}, as the run in"):
-            check_same(setting, recorded, 0, tmp_path)
+            check_resumable(setting, recorded, 0, tmp_path)
 
 
 TRAIN = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]

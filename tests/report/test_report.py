@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from loco_ext.checkpoints import save_weights
 from loco_ext.cli import main
-from loco_ext.experiments import curves, figures, frontier, region_pictures
+from loco_ext.experiments import curves, figures, frontier, frontier_figures, region_pictures
 from loco_ext.report import content
 from loco_ext.report.experiments import accuracy_by_cost
 from loco_ext.report.page import MARK
@@ -294,7 +294,7 @@ def point(macs, accuracy):
 
 
 def test_lines_with_places_of_their_own_have_a_row_for_each_point():
-    figure = figures.errors({"": {"a": [point(1, 0.5), point(1, 0.75)], "b": [point(3, 1.0)]}}, 4)
+    figure = frontier_figures.errors({"": {"a": [point(1, 0.5), point(1, 0.75)], "b": [point(3, 1.0)]}}, 4)
     (table,) = content.numbers(figure)
     assert table.rows == [["a", "1", "25"], ["a", "1", "50"], ["b", "3", "0"]]
 
@@ -309,9 +309,9 @@ def test_the_widest_network_is_the_dense_one_in_any_order_of_the_widths(tmp_path
     assert (run.metrics["dense_macs"], run.metrics["dense_accuracy"]) == (1000, 0.8)
     header, rows = frontier.rows(record)
     assert [row[header.index("of dense")] for row in rows] == ["30.0%", "100.0%", "10.0%"]
-    drawn, errors = [], figures.errors
-    monkeypatch.setattr(figures, "errors", lambda panels, dense: drawn.append(dense) or errors(panels, dense))
-    figures.save(figures.draw(record), tmp_path)
+    drawn, errors = [], frontier_figures.errors
+    monkeypatch.setattr(frontier_figures, "errors", lambda panels, dense: drawn.append(dense) or errors(panels, dense))
+    figures.save(frontier_figures.draw(record), tmp_path)
     accuracy_by_cost([run])
     assert drawn == [1000, 1000]
 

@@ -1,6 +1,5 @@
 """Jobs: commands of ``loco-ext``, independent of each other within a stage, each with a folder of its own."""
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,15 +110,13 @@ class JobPlan:
 
 def read_records(jobs: list[Job], prefix: str) -> list[dict[str, Any]]:
     """Return the results of the jobs that are done and whose names begin with the prefix."""
-    return [json.loads(job.result.read_text()) for job in jobs if job.done and job.name.startswith(prefix)]
+    return [read(job.result) for job in jobs if job.done and job.name.startswith(prefix)]
 
 
 def commits(jobs: list[Job]) -> list[str]:
     """Return the commits of the code that the jobs that are done have run with, as far as they are recorded."""
     records = [path for job in jobs if job.done for path in (job.folder / "settings.json", job.result)]
-    found = (
-        json.loads(path.read_text()).get("commit") for path in records if path.suffix == ".json" and path.is_file()
-    )
+    found = (read(path).get("commit") for path in records if path.suffix == ".json" and path.is_file())
     return sorted({commit for commit in found if commit is not None})
 
 

@@ -14,6 +14,7 @@ from scipy import stats
 from torch import nn
 
 from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.records import read
 from loco_ext.experiments.reproduce import loco_reg_figures
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
@@ -305,4 +306,4 @@ def _factors(plan: JobPlan) -> Table:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read(path) if path.is_file() else None

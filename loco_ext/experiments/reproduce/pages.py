@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loco_ext.output import print_table, replacing, write_json
+from loco_ext.output import markdown_table, print_table, replacing, write_json
 
 NONE = "\u2013"  # shown where a value is missing
 
@@ -66,8 +66,7 @@ class Page:
         for table in self.tables:
             parts.append(f"## {table.title}")
             if table.rows:
-                lines = [list(table.columns), ["---"] * len(table.columns), *table.cells()]
-                parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+                parts.append(markdown_table(list(table.columns), table.cells()))
             parts += table.notes
         for caption, path in self.figures.items():
             if path.is_file():

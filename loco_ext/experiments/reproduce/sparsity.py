@@ -5,14 +5,14 @@ and its variants. It announces pictures of filters and their correlations, which
 """
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from loco_ext.experiments import figures
+from loco_ext.experiments import figures, frontier_figures
 from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.records import read
 from loco_ext.experiments.reproduce import sparsity_filters
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
@@ -127,15 +127,15 @@ def page(plan: JobPlan) -> Page:
     families = [(network, "plain") for network in scale.networks]
     families += [(scale.networks[0], variant) for variant in scale.variants]
     for network, variant in families:
-        series: dict[str, figures.Series] = {}
+        series: dict[str, frontier_figures.Series] = {}
         for penalty in PENALTIES:
             family = f"{PAPER}/{network}/{penalty}-{variant}"
             record = _merged(plan, family)
             if record is None:
                 continue
             points += [(network, penalty, variant, record, point) for point in record["paths"][0]["points"]]
-            figures.save(figures.draw(record), plan.folder(family))
-            series[penalty] = figures.by_tau(record)
+            figures.save(frontier_figures.draw(record), plan.folder(family))
+            series[penalty] = frontier_figures.by_tau(record)
             drawn |= {
                 f"{network}, {penalty}, {variant}: {what}": plan.folder(family) / f"{name}.png"
                 for name, what in (
@@ -189,7 +189,7 @@ def _points(points: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]) 
     for network, penalty, variant, record, point in points:
         filters = sum(sum(counts[1:]) for counts in point["kernels"].values())
         share = point["macs"] / record["paths"][0]["macs"]
-        cells = [point["strength"], point["tau"], filters, share, figures.error(point)]
+        cells = [point["strength"], point["tau"], filters, share, frontier_figures.error(point)]
         rows.append([network, penalty, variant, *cells])
     notes = ["Test errors in percent after the training and the threshold tau; the draft has curves, no numbers."]
     return Table("Figures 1, 3, 4 and 5: families of architectures", columns, rows, notes)
@@ -201,7 +201,7 @@ def _eq34(plan: JobPlan) -> Table:
     rows: list[list[Any]] = []
     for strength, (_, compaction) in _complexity(plan).items():
         if compaction.done:
-            report = json.loads(compaction.result.read_text())
+            report = read(compaction.result)
             error = None if report["accuracy_after"] is None else 100 * (1 - report["accuracy_after"])
             share = report["macs_after"] / report["macs_before"]
             rows.append([SCALES[plan.preset].networks[0], strength, share, error])
