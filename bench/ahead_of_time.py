@@ -65,10 +65,31 @@ def launches(
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Return the number of registers and the bytes of stack, which holds spilled registers."""
+    said = _cuobjdump(cubin, "-res-usage")
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """Return the address and the text of each machine instruction, in order of addresses."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _cuobjdump(cubin, "-sass"))
+    return [(int(address, 16), text) for address, text in found]
+
+
+def main_loop(code: list[tuple[int, str]]) -> list[str]:
+    """Return the instructions of the longest loop that does not leave the kernel; [] if there is none."""
+    loops = []
+    for end, text in code:
+        branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", text)
+        if branch is not None and (begin := int(branch[1], 16)) < end:
+            loops.append([one for at, one in code if begin <= at <= end])
+    return max((loop for loop in loops if not any("EXIT" in one for one in loop)), key=len, default=[])
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     import triton
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

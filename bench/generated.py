@@ -88,6 +88,11 @@ def description(report: dict[str, Any]) -> str:
     machine = report["machine"]
     if "gpu" in machine:
         return gpu_description(report)
+    if report["benchmark"].endswith("_estimate"):
+        return (
+            f"Estimates from compiled code, not measurements. Triton {machine['triton']} and its ptxas; "
+            f"{version(machine)}."
+        )
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     rows = report.get("bandwidth", [])
     triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]

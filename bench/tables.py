@@ -292,6 +292,44 @@ def regions(report: Record) -> list[Table]:
     ]
 
 
+def block_sparse_estimate(report: Record) -> list[Table]:
+    """Return tables of estimated times of training steps beside their floors, and of what each kernel takes."""
+
+    def us(key: str) -> Callable[[Record], str]:
+        return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
+
+    cases: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
+    limits: Columns = [
+        ("floor", us("floor")),
+        ("estimate", us("estimate")),
+        ("estimate / floor", lambda step: f"{step['estimate'] / step['floor']:.2f}"),
+        ("casts spared", us("casts")),
+        ("floor of transposes", us("transposes")),
+    ]
+    return [
+        table(
+            "Microseconds of the three products of a training step; the floor is the time in which the memory can be "
+            "read and written once. Casts spared are those of float32 values under autocast. NCHW images are "
+            "transposed besides, for which the last column has the floor",
+            report["results"],
+            cases + limits,
+        ),
+        table(
+            "What each kernel takes for the first layer: instructions of the main loop, registers of a thread, warps, "
+            "programs that fit on a multiprocessor, programs, MB that they read and write in L2, what bounds the "
+            "estimate, and microseconds",
+            report["kernels"],
+            [
+                *cases,
+                *((key, shown(key)) for key in ("product", "loop", "registers", "warps", "resident", "programs")),
+                ("L2 MB", lambda record: f"{record['l2_bytes'] / 1e6:.0f}"),
+                ("bound", shown("bound")),
+                ("us", us("estimate")),
+            ],
+        ),
+    ]
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
@@ -305,6 +343,7 @@ RENDERERS = {
         ring_prox_gpu,
         block_sparse,
         block_sparse_gpu,
+        block_sparse_estimate,
         regions,
     )
 }

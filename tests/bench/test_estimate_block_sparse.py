@@ -1,0 +1,63 @@
+"""Estimates of block_sparse's kernels: what is read from compiled code, and the work that follows from a launch."""
+
+import json
+
+import pytest
+import torch
+
+from bench import ahead_of_time, estimate_block_sparse, generated, tables
+from bench.block_sparse_peers import Layer
+from loco_ext.geometry import BlockPattern
+from tests.triton_runs import needs_compiler
+
+pytestmark = needs_compiler
+
+SASS = [
+    (0x00, "MOV R1, c[0x0][0x28]"),
+    (0x10, "LDGSTS.E.BYPASS.128 [R2], [R4.64]"),
+    (0x20, "@!P0 BRA 0x60"),
+    (0x30, "HMMA.16816.F32.BF16 R4, R8, R12, R4"),
+    (0x40, "@P1 BRA 0x30"),
+    (0x50, "@P2 BRA P3, 0x10"),
+    (0x60, "EXIT"),
+    (0x70, "BRA 0x00"),
+]
+
+
+def test_the_main_loop_is_the_longest_that_stays_in_the_kernel():
+    assert ahead_of_time.main_loop(SASS) == [text for address, text in SASS if 0x10 <= address <= 0x50]
+    assert ahead_of_time.main_loop(SASS[:3]) == []
+
+
+def test_a_floor_is_each_tensor_once():
+    layer = Layer(64, 64, 32, 3)
+    values = BlockPattern.from_conv((32, 32), 3, padding=1).nnz * 64 * 64
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        products = estimate_block_sparse.calls(layer, 250, torch.bfloat16, dtype)
+        assert [call.floor() for _, call, _ in products] == [2 * 2 * 250 * 1024 * 64 + size * values] * 3
+
+
+@pytest.mark.slow
+def test_estimates_are_written_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setitem(estimate_block_sparse.LAYERS, estimate_block_sparse.REFERENCE, Layer(16, 16, 3, 3))
+    options = ["--layers", estimate_block_sparse.REFERENCE, "--arithmetic", "bfloat16", "--gpus", "90", "--out"]
+    out = tmp_path / "block_sparse_estimate-x.json"
+    assert estimate_block_sparse.main([*options, str(out)]) == 0
+    report = json.loads(out.read_text())
+    text = generated.section("block_sparse_estimate", tables.RENDERERS, tmp_path)
+    assert "not measurements" in text
+    shown = [report["kernels"][0][name] for name in ("loop", "registers", "warps", "resident", "programs")]
+    assert f"| forward | {' | '.join(map(str, shown))} |" in text
+    assert len(report["kernels"]) == 3  # those of the first batch
+    for step in report["results"]:
+        records = estimate_block_sparse.estimates(estimate_block_sparse.REFERENCE, step["batch"], "bfloat16", 90)
+        for record in records:
+            assert record["estimate"] == max(record["seconds"].values()) >= record["seconds"]["HBM"] > 0
+            assert record["l2_bytes"] >= record["seconds"]["HBM"] * 3.35e12
+            assert 0 < record["registers"] <= 255
+            transposed = 0 if record["product"] == "gradient of values" else step["batch"] * 16 * (9 + 9)
+            assert record["transposes"] == pytest.approx(2 * 2 * transposed / 3.35e12)
+            assert record["loop"] > 20
+        for key in ("estimate", "transposes"):
+            assert step[key] == pytest.approx(sum(record[key] for record in records))
+        assert step["floor"] == pytest.approx(sum(record["seconds"]["HBM"] for record in records))
