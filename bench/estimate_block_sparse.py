@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from loco_ext.triton_kernels.launch import cdiv
 
-from bench import ahead_of_time, harness, machine, tables
+from bench import ahead_of_time, generated, harness, machine, tables
 from bench.bench_block_sparse import LAYERS
 from bench.block_sparse_peers import Layer
 from loco_ext.version import package_version
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     versions = {"triton": package_version("triton")}
     report = {"benchmark": "block_sparse_estimate", "machine": machine.describe() | versions, **summary(records)}
-    tables.publish(report, arguments.out or (OUT if everything else None))
+    generated.publish(report, arguments.out or (OUT if everything else None), tables.RENDERERS)
     return 0
 
 

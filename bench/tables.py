@@ -298,7 +298,7 @@ def block_sparse_estimate(report: Record) -> list[Table]:
     def us(key: str) -> Callable[[Record], str]:
         return lambda record: significant(1e6 * record[key]) if record[key] > 0 else MISSING
 
-    cases: Columns = [(key, shown(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
+    cases: Columns = [(key, entry(key)) for key in ("gpu", "layer", "batch", "arithmetic")]
     limits: Columns = [
         ("floor", us("floor")),
         ("estimate", us("estimate")),
@@ -321,9 +321,9 @@ def block_sparse_estimate(report: Record) -> list[Table]:
             report["kernels"],
             [
                 *cases,
-                *((key, shown(key)) for key in ("product", "loop", "registers", "warps", "resident", "programs")),
+                *((key, entry(key)) for key in ("product", "loop", "registers", "warps", "resident", "programs")),
                 ("L2 MB", lambda record: f"{record['l2_bytes'] / 1e6:.0f}"),
-                ("bound", shown("bound")),
+                ("bound", entry("bound")),
                 ("us", us("estimate")),
             ],
         ),
