@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from loco_ext import ops, optim
+from tests.gpu import needs_gpu, no_syncs
 from tests.optim import gpu
-from tests.optim.gpu import BF16, F16, F32, F64, SCALE, needs_gpu
+from tests.optim.gpu import BF16, F16, F32, F64, SCALE
 from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
 from tests.optim_step.cases import Case, Gpu, make_case
 from tests.optim_step.layouts import KINDS, LAYOUTS, gaps, shifted
@@ -161,7 +162,7 @@ def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, s
         if step in spoilt:
             params_of(ours)[-1].grad[1, 0, 0, 2] = math.inf
         # SGD synchronizes to learn whether it must create its momentum buffers.
-        with gpu.no_syncs() if stepped else nullcontext():
+        with no_syncs() if stepped else nullcontext():
             if manually:
                 scaler.unscale_(ours)
             scaler.step(ours)
@@ -181,7 +182,7 @@ def test_steps_may_be_made_on_other_streams(backend, name):
         gpu.give_gradients(ours, reference, step)
         stream, home = streams[step % 3], torch.cuda.current_stream()
         stream.wait_stream(home)
-        with torch.cuda.stream(stream), gpu.no_syncs() if step else nullcontext():
+        with torch.cuda.stream(stream), no_syncs() if step else nullcontext():
             ours.step()
         home.wait_stream(stream)
         reference.step()
