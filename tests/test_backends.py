@@ -136,7 +136,7 @@ with warnings.catch_warnings(record=True) as caught:
     import torch
     before = len(caught)
     import loco_ext
-    from loco_ext import info, ops, optim
+    from loco_ext import info, ops, optim  # info must not warn either
     assert len(caught) == before, "importing warns"
 
     conv, plain = torch.nn.Conv2d(2, 3, 3), torch.nn.Conv2d(2, 3, 3)
@@ -164,9 +164,6 @@ for name, said in (("native", "could not be loaded"), ("triton", "backend 'trito
     else:
         raise AssertionError(f"{name} ran without a library")
 assert w.item() == 1
-facts = info.collect()
-assert facts["library"]["loaded"] is False
-assert "reference" in facts["backends"]["optim_step"]["cpu"]
 """
 
 

@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from loco_ext.ops import backends
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-needs_compiler = [
-    needs_triton,
-    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
-]
+compiles = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+needs_compiler = [needs_triton, compiles]
+needs_mmap = pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
 
 CUDA = [80, 90, 100]  # compute capabilities that compiled kernels are looked at for
 VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
@@ -92,8 +94,14 @@ def _call(function: Callable[..., Any], arguments: bytes) -> bytes:
     return saved(function(*loaded(arguments)))
 
 
+def let_triton_serve_cpus(patch: pytest.MonkeyPatch) -> None:
+    """Let the Triton backend accept tensors of the CPU as those of GPUs."""
+    kernels = {family: {**of_family, "triton": ("cpu", "cuda")} for family, of_family in backends.KERNELS.items()}
+    patch.setattr(backends, "KERNELS", kernels)
+
+
 def reserved(size: int, dtype: torch.dtype) -> Tensor:
-    """Return memory that is not allocated until it is written."""
+    """Return memory that is not allocated until it is written, for tests with ``needs_mmap``."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
 

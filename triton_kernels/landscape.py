@@ -19,6 +19,8 @@ import triton.language as tl
 from loco_ext.triton_kernels.launch import cdiv, next_power_of_2, on_device
 from torch import Tensor
 
+from loco_ext.reference.dtypes import compute_dtype
+
 BLOCK = 64  # pixels of a program of the sums; with ROWS, what it reads at a time
 ROWS = 16
 MOST_PIXELS = 1024  # pixels that a program of the other kernels works on at a time
@@ -250,7 +252,7 @@ def landscape(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the landscape, its Laplacian, and the slope dL/dA."""
     samples, channels, height, width = g.shape
-    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(g.dtype)
     weights, stencil = weights.contiguous(), stencil.contiguous()
     target = None if target is None else target.contiguous()
     squares, slope = (torch.empty(g.shape[1:], dtype=torch.float64, device=g.device) for _ in range(2))

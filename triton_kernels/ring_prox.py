@@ -24,6 +24,7 @@ from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
 from loco_ext.ops.ring_prox import ProxCall
+from loco_ext.reference.dtypes import compute_dtype
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 BLOCKS = (32, 1024)  # least and most weights that a program works on at a time
@@ -49,7 +50,7 @@ class _Layer:
 @torch.compiler.disable
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """Return the Euclidean norm of each ring of each filter; :func:`loco_ext.ops.ring_norms` checks the arguments."""
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(weight.dtype)
     norms = torch.empty((weight.shape[0], count), dtype=dtype, device=weight.device)
     weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
     with on_device(weight.device):

@@ -59,7 +59,7 @@ class Operand(NamedTuple):
     offsets: tl.tensor  # offset of each tap in elements, ring by ring: int64, [taps]
 
 
-class Kernel(NamedTuple):
+class Filter(NamedTuple):
     """The filter that a program works on: weights u, metric d and result out, each an operand, and its penalty."""
 
     u: Operand
@@ -105,7 +105,7 @@ def filter_of(table, first_row, rows, OF_NORMS: tl.constexpr, FORM: tl.constexpr
         d = _operand_of(row, METRIC, offsets + 2 * taps, number, FORM.metric, FORM.aligned, FORM.adjacent)
     shift = number * tl.load(row + THRESHOLDS_STRIDE)
     t, q = _thresholds_at(table, row, T_AT, FORM) + shift, _thresholds_at(table, row, Q_AT, FORM) + shift
-    return Kernel(u, d, out, channels, rings, offsets + 3 * taps, t, q)
+    return Filter(u, d, out, channels, rings, offsets + 3 * taps, t, q)
 
 
 @triton.jit
@@ -163,22 +163,22 @@ def scalar(value):
 
 
 @triton.jit
-def _ring(kernel, ring, FORM: tl.constexpr):
+def _ring(filter, ring, FORM: tl.constexpr):
     """Return a ring's first tap, its number of taps and its number of weights."""
     number: tl.constexpr = tl.int64 if FORM.wide else tl.int32
-    begin = tl.load(kernel.begins + ring)
-    taps = (tl.load(kernel.begins + ring + 1) - begin).to(number)
-    return begin, taps, taps * kernel.channels
+    begin = tl.load(filter.begins + ring)
+    taps = (tl.load(filter.begins + ring + 1) - begin).to(number)
+    return begin, taps, taps * filter.channels
 
 
 @triton.jit
-def _block(kernel, begin, taps, count, block, FORM: tl.constexpr):
+def _block(filter, begin, taps, count, block, FORM: tl.constexpr):
     """Return, for a block of a ring's weights, the mask of those that exist, their channels and their taps."""
     number = (block * FORM.block).to(count.dtype) + tl.arange(0, FORM.block)
     if FORM.taps_fastest:
         channel, tap = number // taps, number % taps
     else:
-        channel, tap = number % kernel.channels, number // kernel.channels
+        channel, tap = number % filter.channels, number // filter.channels
     return number < count, channel, begin + tap
 
 
@@ -191,17 +191,17 @@ def _addresses(operand, channel, tap, mask, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_u(kernel, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
-    return load(_addresses(kernel.u, channel, tap, mask, FORM), mask, FORM.weight, T)
+def _load_u(filter, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
+    return load(_addresses(filter.u, channel, tap, mask, FORM), mask, FORM.weight, T)
 
 
 @triton.jit
-def _load_d(kernel, channel, tap, mask, FORM: tl.constexpr):
+def _load_d(filter, channel, tap, mask, FORM: tl.constexpr):
     """Return the metric as float64; infinity, which keeps a weight as it is, becomes the largest finite number.
 
     That can be multiplied and divided by.
     """
-    d = load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
+    d = load(_addresses(filter.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
     largest = _largest_metric(FORM)
     return tl.where(d > largest, largest, d)
 
@@ -217,46 +217,46 @@ def _damped(u, d, c):
 
 
 @triton.jit
-def ring_squares(kernel, ring, c, scale, OF: tl.constexpr, FORM: tl.constexpr):
+def ring_squares(filter, ring, c, scale, OF: tl.constexpr, FORM: tl.constexpr):
     """Return the sum over a ring of the squares of scale * u ("plain"), times d ("weighed") or d / (d + c) ("damped").
 
     The factors are inside the square.
     """
     sums = tl.full([FORM.block], 0.0, tl.float64)
-    begin, taps, count = _ring(kernel, ring, FORM)
+    begin, taps, count = _ring(filter, ring, FORM)
     block = tl.full((), 0, tl.int64)
     while block * FORM.block < count:
-        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
-        value = _load_u(kernel, channel, tap, mask, tl.float64, FORM) * scale
+        mask, channel, tap = _block(filter, begin, taps, count, block, FORM)
+        value = _load_u(filter, channel, tap, mask, tl.float64, FORM) * scale
         if OF == "weighed":
-            value = value * _load_d(kernel, channel, tap, mask, FORM)
+            value = value * _load_d(filter, channel, tap, mask, FORM)
         elif OF == "damped":
-            value = _damped(value, _load_d(kernel, channel, tap, mask, FORM), c)
+            value = _damped(value, _load_d(filter, channel, tap, mask, FORM), c)
         sums += tl.where(mask, value * value, 0.0)
         block += 1
     return tl.sum(sums)
 
 
 @triton.jit
-def ring_sums_of_squares(kernel, scale, OF: tl.constexpr, FORM: tl.constexpr):
+def ring_sums_of_squares(filter, scale, OF: tl.constexpr, FORM: tl.constexpr):
     """Return the sum of squares of every ring; see :func:`ring_squares`."""
     squares = fill(0.0, FORM)
     ring = tl.full((), 0, tl.int32)
-    while ring < kernel.rings:
-        squares = put(squares, ring, ring_squares(kernel, ring, 0.0, scale, OF, FORM), FORM)
+    while ring < filter.rings:
+        squares = put(squares, ring, ring_squares(filter, ring, 0.0, scale, OF, FORM), FORM)
         ring += 1
     return squares
 
 
 @triton.jit
-def _largest(kernel, ring, FORM: tl.constexpr):
+def _largest(filter, ring, FORM: tl.constexpr):
     """Return the largest size in a ring; NaN if any weight is NaN."""
     largest = tl.full([FORM.block], 0.0, tl.float64)
-    begin, taps, count = _ring(kernel, ring, FORM)
+    begin, taps, count = _ring(filter, ring, FORM)
     block = tl.full((), 0, tl.int64)
     while block * FORM.block < count:
-        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
-        size = tl.abs(_load_u(kernel, channel, tap, mask, tl.float64, FORM))
+        mask, channel, tap = _block(filter, begin, taps, count, block, FORM)
+        size = tl.abs(_load_u(filter, channel, tap, mask, tl.float64, FORM))
         largest = tl.where(mask & ((size > largest) | (size != size)), size, largest)
         block += 1
     return _largest_of(largest)
@@ -270,25 +270,25 @@ def _largest_of(sizes):
 
 
 @triton.jit
-def ring_sizes(kernel, FORM: tl.constexpr):
+def ring_sizes(filter, FORM: tl.constexpr):
     sizes = fill(0.0, FORM)
     ring = tl.full((), 0, tl.int32)
-    while ring < kernel.rings:
-        sizes = put(sizes, ring, _largest(kernel, ring, FORM), FORM)
+    while ring < filter.rings:
+        sizes = put(sizes, ring, _largest(filter, ring, FORM), FORM)
         ring += 1
     return sizes
 
 
 @triton.jit
-def scaled_squares(kernel, FORM: tl.constexpr):
+def scaled_squares(filter, FORM: tl.constexpr):
     """Return a power of two that keeps the squares within float64, and each ring's sum of squares scaled by it."""
     scale = scalar(1.0)
-    squares = ring_sums_of_squares(kernel, scale, "plain", FORM)
+    squares = ring_sums_of_squares(filter, scale, "plain", FORM)
     if FORM.weight == tl.float64:  # the squares of other dtypes fit into float64
-        is_ring = tl.arange(0, FORM.padded_rings) < kernel.rings
+        is_ring = tl.arange(0, FORM.padded_rings) < filter.rings
         unsafe = is_ring & ~((squares > 1e-280) & (squares < 1e280))
         if tl.max(unsafe.to(tl.int32), 0) != 0:
-            sizes = ring_sizes(kernel, FORM)
+            sizes = ring_sizes(filter, FORM)
             is_finite = tl.min((sizes < INFINITY).to(tl.int32), 0) != 0
             size = tl.where(is_finite, tl.max(sizes, 0), 0.0)
             # 2^-e, where 2^(e-1) <= size < 2^e, with e limited to -1020 .. 1020
@@ -296,12 +296,12 @@ def scaled_squares(kernel, FORM: tl.constexpr):
             exponent = tl.minimum(tl.maximum(exponent, -1020), 1020)
             scale = ((1023 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
             scale = tl.where(size > 0, scale, 1.0)
-            squares = ring_sums_of_squares(kernel, scale, "plain", FORM)
+            squares = ring_sums_of_squares(filter, scale, "plain", FORM)
     return scale, squares
 
 
 @triton.jit
-def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
+def sums_above(filter, n, caps, level, FORM: tl.constexpr):
     """Return sums over the weights of rings 0..n, clipped at caps, that exceed a level: those of d |x| and of d.
 
     The third value is the largest size among weights whose d is infinite, 0 if there is none; they are in neither sum.
@@ -311,16 +311,16 @@ def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
     ring = tl.full((), 0, tl.int32)
     while ring <= n:
         cap = get(caps, ring, FORM)
-        begin, taps, count = _ring(kernel, ring, FORM)
+        begin, taps, count = _ring(filter, ring, FORM)
         block = tl.full((), 0, tl.int64)
         while block * FORM.block < count:
-            mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
-            size = tl.abs(_load_u(kernel, channel, tap, mask, tl.float64, FORM))
+            mask, channel, tap = _block(filter, begin, taps, count, block, FORM)
+            size = tl.abs(_load_u(filter, channel, tap, mask, tl.float64, FORM))
             size = tl.where(size > cap, cap, size)
             over = mask & ((size <= level) == 0)
             d = tl.full([FORM.block], 1.0, tl.float64)
             if FORM.metric is not None:
-                d = _load_d(kernel, channel, tap, mask, FORM)
+                d = _load_d(filter, channel, tap, mask, FORM)
                 stays = over & (d == _largest_metric(FORM))
                 over = over & (stays == 0)
                 floor = tl.where(stays & ((size <= floor) == 0), size, floor)
@@ -332,14 +332,14 @@ def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
 
 
 @triton.jit
-def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
+def write(filter, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
     """Write a ring's weights times a value ("scaled"), clipped at it ("clipped"), or u d / (d + value) ("damped")."""
     T: tl.constexpr = FORM.arithmetic
-    begin, taps, count = _ring(kernel, ring, FORM)
+    begin, taps, count = _ring(filter, ring, FORM)
     block = tl.full((), 0, tl.int64)
     while block * FORM.block < count:
-        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
-        u = _load_u(kernel, channel, tap, mask, T, FORM)
+        mask, channel, tap = _block(filter, begin, taps, count, block, FORM)
+        u = _load_u(filter, channel, tap, mask, T, FORM)
         if HOW == "scaled":
             x = u * value.to(T)
         elif HOW == "clipped":
@@ -347,6 +347,6 @@ def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
             stays = (tl.abs(u) <= cap) | (u != u)
             x = tl.where(stays, u, tl.where(u < 0, cap * -1, cap))
         else:
-            x = _damped(u.to(tl.float64), _load_d(kernel, channel, tap, mask, FORM), value).to(T)
-        store(_addresses(kernel.out, channel, tap, mask, FORM), x, mask, FORM.weight, None, False)
+            x = _damped(u.to(tl.float64), _load_d(filter, channel, tap, mask, FORM), value).to(T)
+        store(_addresses(filter.out, channel, tap, mask, FORM), x, mask, FORM.weight, None, False)
         block += 1

@@ -16,8 +16,6 @@
 namespace loco::block_sparse {
 namespace {
 
-constexpr int64_t kLeastShare = 1 << 18;  // MACs; waking a thread does not pay below that
-
 #ifdef LOCO_ALL_CAPABILITIES
 bool has_pairs(DType dtype) { return dtype == DType::bf16 && capability() == kAvx512Bf16; }
 const ProductKernels& products_for(DType dtype) { return has_pairs(dtype) ? avx512_bf16::products : products(); }
@@ -34,8 +32,6 @@ bool is_depthwise(const Call& call) {
   return call.depth == 1 && call.width == 1;
 }
 
-int64_t grain(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastShare / (1 + work / items) : 1; }
-
 }  // namespace
 
 void product_cpu(const Product& call) {
@@ -43,7 +39,7 @@ void product_cpu(const Product& call) {
   const auto& kernel = kernels.of[static_cast<int>(call.dtype)];
   const int64_t items = kernel.items(call);
   const int64_t work = call.first[call.rows] * call.groups * call.depth * call.width * call.batch;
-  run_parallel(call.parallel_for, items, grain(work, items),
+  run_parallel(call.parallel_for, items, grain_of(work, items),
                [&](int64_t begin, int64_t end) { kernel.range(call, begin, end); });
 }
 
@@ -56,14 +52,14 @@ void value_gradient_cpu(const ValueGradient& call) {
   }
   const auto& kernels = is_depthwise(call) ? depthwise_value_gradients() : value_gradients_for(call.dtype);
   const auto range = kernels.of[static_cast<int>(call.dtype)];
-  run_parallel(call.parallel_for, items, grain(items * block * call.batch, items),
+  run_parallel(call.parallel_for, items, grain_of(items * block * call.batch, items),
                [&](int64_t begin, int64_t end) { range(call, begin, end); });
 }
 
 void transpose_cpu(const Transpose& call) {
   const auto range = transposes().of[static_cast<int>(call.dtype)];
   const int64_t items = call.batch * ((call.pixels + kTransposePixels - 1) / kTransposePixels);
-  run_parallel(call.parallel_for, items, 1 + kLeastShare / (kTransposePixels * (1 + call.channels)),
+  run_parallel(call.parallel_for, items, 1 + kLeastMacs / (kTransposePixels * (1 + call.channels)),
                [&](int64_t begin, int64_t end) { range(call, begin, end); });
 }
 

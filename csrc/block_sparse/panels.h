@@ -87,6 +87,8 @@ struct Single {
   static void store(DType dtype, const Word* from, Storage* to, int64_t count) { loco::store(dtype, from, to, count); }
 };
 
+using Half = Single<Lanes<float>, uint16_t>;
+
 // Words are pairs of bfloat16 along the depth, padded with a zero if the depth is odd.
 template <typename A>
 struct Pairs {

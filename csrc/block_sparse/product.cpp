@@ -260,7 +260,6 @@ void product_range(const Product& call, int64_t begin, int64_t end) {
 #ifdef LOCO_AVX512_BF16
 const ProductKernels products{{{}, {}, {product_items<Pairs<Bf16Pairs>>, product_range<Pairs<Bf16Pairs>>}, {}}};
 #else
-using Half = Single<Lanes<float>, uint16_t>;
 const ProductKernels products{{{product_items<Single<Lanes<double>>>, product_range<Single<Lanes<double>>>},
                                {product_items<Single<Lanes<float>>>, product_range<Single<Lanes<float>>>},
                                {product_items<Half>, product_range<Half>},

@@ -130,7 +130,6 @@ void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end)
 #ifdef LOCO_AVX512_BF16
 const GradientKernels value_gradients{{nullptr, nullptr, value_gradient_range<Pairs<Bf16Pairs>>, nullptr}};
 #else
-using Half = Single<Lanes<float>, uint16_t>;
 const GradientKernels value_gradients{{value_gradient_range<Single<Lanes<double>>>,
                                        value_gradient_range<Single<Lanes<float>>>, value_gradient_range<Half>,
                                        value_gradient_range<Half>}};

@@ -9,6 +9,11 @@ namespace loco {
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                              void* context);
 
+constexpr int64_t kLeastMacs = 1 << 18;  // MACs of a thread; waking one does not pay below that
+
+// Returns the grain for items of equal work, given that of all of them, in MACs.
+inline int64_t grain_of(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastMacs / (1 + work / items) : 1; }
+
 // Calls body(begin, end) over pieces of [0, count). body is any callable object.
 template <typename Body>
 void run_parallel(ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {

@@ -145,6 +145,12 @@ inline double value_of(const View& scalar) {
                                     : *static_cast<const float*>(scalar.data);
 }
 
+// Returns uninitialised memory on the tensor's device.
+inline Tensor new_bytes(const Tensor& like, int64_t count) {
+  return torch::stable::new_empty(like, {count}, torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt,
+                                  std::nullopt);
+}
+
 // A contiguous one-dimensional int64 tensor on the CPU.
 struct Indices {
   const int64_t* data;

@@ -8,11 +8,6 @@
 #include <memory>
 
 namespace loco::mixed_conv {
-namespace {
-
-constexpr int64_t kLeastShare = 1 << 18;  // MACs; waking a thread does not pay below that
-
-}  // namespace
 
 void convolve_cpu(const Convolution& call) {
   const auto& kernel = convolutions().of[static_cast<int>(call.dtype)];
@@ -21,7 +16,7 @@ void convolve_cpu(const Convolution& call) {
     work += part->filters * part->height * part->width;
   work *= call.from.channels * call.to.batch * call.to.height * call.to.width;
   const int64_t items = kernel.items(call);
-  run_parallel(call.parallel_for, items, 1 + kLeastShare / (1 + work / items),
+  run_parallel(call.parallel_for, items, grain_of(work, items),
                [&](int64_t begin, int64_t end) { kernel.range(call, begin, end); });
 }
 

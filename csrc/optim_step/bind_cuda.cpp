@@ -14,8 +14,7 @@ namespace {
 Tensor gpu_memory(int64_t bytes, TensorRef neighbour) {
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(neighbour.handle, &handle));
-  return torch::stable::new_empty(Tensor(handle), {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte,
-                                  std::nullopt, std::nullopt, std::nullopt);
+  return new_bytes(Tensor(handle), std::max<int64_t>(bytes, 1));
 }
 
 unsigned char* bytes_of(const Tensor& memory) { return static_cast<unsigned char*>(memory.mutable_data_ptr()); }

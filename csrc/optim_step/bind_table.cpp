@@ -47,9 +47,7 @@ struct Triton {
     const Hyper hyper = read_hyper(gather, args, Rule::columns);
     if (!refresh(table, gather.steps(), hyper)) {
       build(table, {kBlock, 1, triton_kind}, gather.steps(), hyper, Rule::has_metric);
-      prepared.bytes =
-          torch::stable::new_empty(args.hyper, {static_cast<int64_t>(table.bytes.size())},
-                                   torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);
+      prepared.bytes = new_bytes(args.hyper, static_cast<int64_t>(table.bytes.size()));
       prepared.layout = {table.hyper, table.has_lrs ? table.lrs : -1, table.entries, table.nests, table.maps,
                          table.chunks};
       for (const Work& work : table.works) {

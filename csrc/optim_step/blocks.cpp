@@ -40,8 +40,9 @@ LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& s, int64_t beg
   const T* g = block.g;
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
-    T b = momentum == Momentum::next ? buffer[i] : T(0);
-    sgd(w[i], g[i], b, table ? c[i] : uniform, SgdFlags{decay, momentum, nesterov}, s);
+    T d = g[i], b = momentum == Momentum::next ? buffer[i] : T(0);
+    apply_decay(decay, w[i], d, table ? c[i] : uniform);
+    move_sgd(w[i], d, b, SgdFlags{decay, momentum, nesterov}, s);
     if constexpr (momentum != Momentum::none) buffer[i] = b;
   }
 }
@@ -72,7 +73,9 @@ LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t b
     // The compiler does not know that the arrays are apart: it would read again what a reference to them has written.
     T weight = w[i], first = m[i], second = v[i], largest = amsgrad ? v_max[i] : T(0);
     const T coefficient = table ? c[i] : uniform;
-    const T denominator = adam(weight, g[i], first, second, largest, coefficient, AdamFlags{decay, amsgrad}, s);
+    T d = g[i];
+    apply_decay(decay, weight, d, coefficient);
+    const T denominator = move_adam(weight, d, first, second, largest, AdamFlags{decay, amsgrad}, s);
     w[i] = weight, m[i] = first, v[i] = second;
     if constexpr (metric) denominators[i] = denominator;
     if constexpr (amsgrad) v_max[i] = largest;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/mistake.h"
+#include "optim_step/decay_table.h"
 
 namespace loco::optim_step {
 namespace {
@@ -58,15 +59,12 @@ struct MapLayout {
 };
 
 MapLayout layout_of(const Nest& nest) {
-  MapLayout layout{};
-  int last = nest.count;
-  while (last > 0 && nest.axes[last - 1].stride == 0) --last;
+  MapLayout layout{{}, repeating_part(nest)};
   int64_t values = 1;
-  for (int a = 0; a < last; ++a) {
-    const bool changes = nest.axes[a].stride != 0;
-    layout.spread.axes[layout.spread.count++] = {nest.axes[a].size, changes ? values : 0};
-    if (!changes) continue;
+  for (int a = 0; a < layout.spread.count; ++a) {
+    if (nest.axes[a].stride == 0) continue;
     layout.source.axes[layout.source.count++] = nest.axes[a];
+    layout.spread.axes[a].stride = values;
     values *= nest.axes[a].size;
   }
   return layout;
@@ -76,7 +74,7 @@ MapLayout layout_of(const Nest& nest) {
 ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = t.shape();
   const bool is_double = t.w.dtype == DType::f64;
-  const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
+  const int64_t bytes = bytes_of_filter(shape.numel(), is_double, has_metric);
   const int64_t of_solver = ring_prox::solver_bytes(shape.rings, is_double, has_metric);
   const bool on_chip = bytes + of_solver <= ring_prox::kMostStaged;
   return {is_double, on_chip,   ring_prox::threads_for(shape),       0,

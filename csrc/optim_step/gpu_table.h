@@ -85,7 +85,7 @@ struct DeviceScalar {
 };
 
 // Returns the bytes of one filter including its metrics, in the compute dtype.
-LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric) {
+LOCO_HD int64_t bytes_of_filter(int64_t weights, bool is_double, bool has_metric) {
   return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kSlotUnit - 1) / kSlotUnit * kSlotUnit;
 }
 

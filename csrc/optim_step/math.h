@@ -74,12 +74,6 @@ LOCO_HD void move_sgd(T& w, T d, T& buffer, SgdFlags f, const SgdScalars<T>& s) 
   w = std::fma(-s.lr, d, w);
 }
 
-template <typename T>
-LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
-  apply_decay(f.decay, w, g, c);
-  move_sgd(w, g, buffer, f, s);
-}
-
 // Updates m and v after the decay.
 template <typename T>
 LOCO_HD void update_moments(T d, T& m, T& v, bool lerp_from_end, const AdamScalars<T>& s) {
@@ -109,12 +103,6 @@ LOCO_HD T move_adam(T& w, T d, T& m, T& v, T& v_max, AdamFlags f, const AdamScal
   const T denominator = adam_denominator(f.amsgrad ? v_max : v, s);
   w = w + s.negative_step_size * m / denominator;
   return denominator;
-}
-
-template <typename T>
-LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
-  apply_decay(f.decay, w, g, c);
-  return move_adam(w, g, m, v, v_max, f, s);
 }
 
 // The random number generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").

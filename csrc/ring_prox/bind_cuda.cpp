@@ -38,8 +38,7 @@ void run(const std::vector<unsigned char>& table, int64_t size, const Reader& re
          const Launch& launch) {
   const torch::stable::accelerator::DeviceGuard guard(reader.device.index);
   void* stream = current_stream(reader.device.index);
-  const Tensor memory = torch::stable::new_empty(like, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
-                                                 std::nullopt, std::nullopt);
+  const Tensor memory = new_bytes(like, size);
   auto* bytes = static_cast<unsigned char*>(memory.mutable_data_ptr());
   upload(table.data(), bytes, static_cast<int64_t>(table.size()), stream);
   launch(bytes, stream);

@@ -600,16 +600,14 @@ if backends.library is not None:
         backends.check_one_device(grad=grad, values=values)
         return grad.new_empty((grad.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[2]))
 
-    @torch.library.register_fake("loco_ext::block_sparse_value_gradient")
-    def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
+    def of_values(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
         backends.check_one_device(x=x, grad=grad)
         return x.new_empty((col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups))
 
-    @torch.library.register_fake("loco_ext::block_sparse_value_gradient_float32")
-    def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
-        backends.check_one_device(x=x, grad=grad)
-        shape = (col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups)
-        return x.new_empty(shape, dtype=torch.float32)
+    torch.library.register_fake("loco_ext::block_sparse_value_gradient", of_values)
+    torch.library.register_fake(
+        "loco_ext::block_sparse_value_gradient_float32", lambda *arguments: of_values(*arguments).float()
+    )
 
     @torch.library.register_fake("loco_ext::block_sparse_transposed")
     def _(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from loco_ext.reference.rounding import RoundedResults, store_all
 MOST_IN_A_BATCH = 2**24
 
 
-def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
+def applied_by_kernels(param: Tensor, penalty: OfStep | None) -> bool:
     """Return whether compiled kernels apply the penalty's prox at the end of the parameter's step."""
     if penalty is None:
         return True

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from loco_ext.ops import LayerPenalty, StepPenalty
+from loco_ext.ops.penalties import OfStep
 from loco_ext.optim.locality import entries_of
 from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 from loco_ext.penalties.folded import FoldedLayer
@@ -60,7 +60,7 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
 
 def step_penalties(
     params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
-) -> tuple[list[StepPenalty | LayerPenalty | None], list[tuple[Tensor, FoldedLayer]]]:
+) -> tuple[list[OfStep | None], list[tuple[Tensor, FoldedLayer]]]:
     """Return the penalties that the operators take, and the parameters with a FoldedPenalty.
 
     The first list has an entry for each parameter, None for those without a penalty, and is empty if no parameter has
@@ -74,7 +74,7 @@ def step_penalties(
     """
     if penalty is None:
         return [], []
-    of_step: list[StepPenalty | LayerPenalty | None] = []
+    of_step: list[OfStep | None] = []
     folded: list[tuple[Tensor, FoldedLayer]] = []
     for i, (param, entry) in enumerate(zip(params, _entries(params, penalty), strict=True)):
         try:

@@ -1,7 +1,6 @@
 """block_sparse_matmul and its gradients against a dense matrix in float64."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,51 +9,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
 from loco_ext import ops
-from loco_ext.ops import backends
 from tests.block_sparse.cases import (
-    BACKENDS,
     CASES,
     FLOATS,
     LAYOUTS,
     Case,
+    assert_is_dense,
     assert_only_readers_are_not_finite,
     channels_first,
     dense_matmul,
-    dense_results,
     in_wider_pixels,
     make_problem,
     results,
-    sizes_of_terms,
 )
 from tests.covering import covering
+from tests.instruction_sets import BACKENDS, using
 from tests.tolerances import assert_sum_of_products, same_bits
-
-LEVELS = tuple(name.removeprefix("native, ") for name in BACKENDS[1:])
-
-
-@contextmanager
-def using(name: str) -> Iterator[None]:
-    """Use one of BACKENDS inside the context."""
-    backend, _, level = name.partition(", ")
-    with loco_ext.backend(backend):
-        if level:
-            backends.library.use_cpu_capability(level)
-        try:
-            yield
-        finally:
-            if level:
-                backends.library.use_cpu_capability(LEVELS[0])
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    with using(request.param):
-        yield
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from using(request.param)
 
 
 def test_the_compiled_kernels_are_here():
-    assert LEVELS
-    assert LEVELS[-1] == "portable"
+    assert BACKENDS[-1] == "native, portable"
 
 
 @pytest.mark.parametrize(
@@ -62,11 +41,7 @@ def test_the_compiled_kernels_are_here():
 )
 def test_results_are_those_of_a_dense_matrix(backend, name, dtype):
     problem = make_problem(CASES[name], dtype)
-    found = results(*problem.operands(dtype), problem.pattern)
-    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
-        assert actual.dtype == dtype
-        assert actual.shape == expected.shape
-        assert_sum_of_products(actual, expected, sizes)
+    assert_is_dense(problem, results(*problem.operands(dtype), problem.pattern), dtype)
 
 
 def test_without_a_bias(backend):
@@ -110,22 +85,22 @@ def test_expanded_operands(backend, dtype):
 
 
 @pytest.mark.parametrize(
-    ("level", "shape", "dtype"),
-    covering(LEVELS, [(2, 64, 100), (3, 1, 7), (1, 37, 1), (2, 130, 16), (0, 3, 4), (2, 17, 33)], FLOATS),
+    ("backend", "shape", "dtype"),
+    covering(BACKENDS[1:], [(2, 64, 100), (3, 1, 7), (1, 37, 1), (2, 130, 16), (0, 3, 4), (2, 17, 33)], FLOATS),
     ids=str,
+    indirect=["backend"],
 )
-def test_activations_are_brought_into_order(level, shape, dtype):
+def test_activations_are_brought_into_order(backend, shape, dtype):
     samples, pixels, channels = shape
-    with using(f"native, {level}"):
-        for strange in (
-            torch.randn(samples, channels, pixels).to(dtype).transpose(1, 2),
-            torch.randn(samples, channels + 3, pixels + 1).to(dtype)[:, 3:, 1:].transpose(1, 2),
-            torch.randn(channels, pixels, samples).to(dtype).permute(2, 1, 0),
-            torch.randn(channels, 1, pixels).to(dtype).expand(-1, samples, -1).permute(1, 2, 0),
-        ):
-            found = torch.ops.loco_ext.block_sparse_by_pixel(strange)
-            assert found.is_contiguous()
-            assert same_bits(found, strange)
+    for strange in (
+        torch.randn(samples, channels, pixels).to(dtype).transpose(1, 2),
+        torch.randn(samples, channels + 3, pixels + 1).to(dtype)[:, 3:, 1:].transpose(1, 2),
+        torch.randn(channels, pixels, samples).to(dtype).permute(2, 1, 0),
+        torch.randn(channels, 1, pixels).to(dtype).expand(-1, samples, -1).permute(1, 2, 0),
+    ):
+        found = torch.ops.loco_ext.block_sparse_by_pixel(strange)
+        assert found.is_contiguous()
+        assert same_bits(found, strange)
 
 
 class Calls(TorchDispatchMode):
@@ -156,9 +131,9 @@ def test_images_are_read_and_saved_in_place(name, layout):
 
 
 @pytest.mark.parametrize(
-    ("level", "case", "dtype"),
+    ("backend", "case", "dtype"),
     covering(
-        LEVELS,
+        BACKENDS[1:],
         [
             Case(64, 1, 32, 48, 36, 36, kernel=3),
             Case(70, 1, 3, 64, 36, 36, kernel=3),
@@ -168,17 +143,17 @@ def test_images_are_read_and_saved_in_place(name, layout):
         FLOATS,
     ),
     ids=str,
+    indirect=["backend"],
 )
-def test_the_number_of_threads_changes_no_bit(level, case, dtype):
+def test_the_number_of_threads_changes_no_bit(backend, case, dtype):
     problem = make_problem(case, dtype)
     operands = problem.operands(dtype)
-    with using(f"native, {level}"):
-        torch.set_num_threads(1)
-        expected = results(*operands, problem.pattern)
-        for threads in (2, 7):
-            torch.set_num_threads(threads)
-            for found, other in zip(results(*operands, problem.pattern), expected, strict=True):
-                assert same_bits(found, other)
+    torch.set_num_threads(1)
+    expected = results(*operands, problem.pattern)
+    for threads in (2, 7):
+        torch.set_num_threads(threads)
+        for found, other in zip(results(*operands, problem.pattern), expected, strict=True):
+            assert same_bits(found, other)
 
 
 @pytest.mark.parametrize(

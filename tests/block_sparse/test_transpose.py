@@ -1,7 +1,6 @@
 """Activations of NCHW images on GPUs: the transposing kernel in Triton's interpreter, and the layers that use it."""
 
 import copy
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -16,12 +15,11 @@ from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected
 from loco_ext.ops import backends, block_sparse
 from tests.covering import covering
 from tests.tolerances import same_bits
-from tests.triton_runs import Guarded, interpret, needs_triton, reserved
+from tests.triton_runs import Guarded, interpret, let_triton_serve_cpus, needs_mmap, needs_triton, reserved
 
 pytestmark = needs_triton
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-needs_memory = pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap, 64 bits")
 
 
 # ---- the kernel
@@ -110,7 +108,7 @@ def far_rows() -> tuple[Tensor, Tensor]:
     return block_sparse_transposed(x, F32), x.contiguous()
 
 
-@needs_memory
+@needs_mmap
 def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter_process: ProcessPoolExecutor):
     found, x = interpret(interpreter_process, far_rows)
     assert same_bits(found, x.float())
@@ -173,8 +171,7 @@ def train(layer: Any, x: Tensor, grad: Tensor, dtype: torch.dtype | None) -> tup
 
 def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let the Triton kernels serve CPU tensors, also for activations with few elements."""
-    kernels = {family: {**of, "triton": ("cpu", "cuda")} for family, of in backends.KERNELS.items()}
-    patch.setattr(backends, "KERNELS", kernels)
+    let_triton_serve_cpus(patch)
     patch.setattr(backends, "library", None)
     patch.setattr(block_sparse, "_LEAST_TRANSPOSED", 0)
 

@@ -7,7 +7,6 @@ must stay unchanged.
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from tests.block_sparse.cases import (
     TRITON_CASES,
     Case,
     Problem,
+    assert_is_dense,
     assert_only_readers_are_not_finite,
     channels_first,
     dense_results,
@@ -38,7 +38,7 @@ from tests.block_sparse.cases import (
 )
 from tests.covering import slow
 from tests.tolerances import assert_sum_of_products, same_bits
-from tests.triton_runs import Guarded, interpret, needs_triton, reserved
+from tests.triton_runs import Guarded, interpret, needs_mmap, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -96,6 +96,7 @@ def run(*calls: Call) -> list[tuple[Tensor, ...]]:
             results.append(call.products(block_sparse))
         assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"
         empty.check()
+        assert all(result.is_contiguous() for result in results[-1])
     forget_plans()
     return results
 
@@ -168,14 +169,6 @@ def make_call(problem: Problem, dtype: torch.dtype, **settings: Any) -> Call:
     pattern = problem.pattern
     by_output = pattern.crow_indices, pattern.col_indices
     return Call(*problem.operands(dtype), by_output, tuple(pattern.transpose()), **settings)
-
-
-def assert_is_dense(problem: Problem, results: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    for found, expected, sizes in zip(results, dense_results(problem), sizes_of_terms(problem), strict=False):
-        assert found.dtype == dtype
-        assert found.shape == expected.shape
-        assert found.is_contiguous()
-        assert_sum_of_products(found, expected, sizes)
 
 
 def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
@@ -322,17 +315,14 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(results_of, nam
     assert torch.equal(~values.isfinite(), touched[:, None, None, None].expand_as(values))
 
 
-needs_memory = pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap, 64 bits")
-
-
-@needs_memory
+@needs_mmap
 @pytest.mark.parametrize("depth", [1, 5, 16])
 def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter_process, depth):
     *results, x, values, grad = interpret(interpreter_process, far_activations, depth)
     assert_is_reference(Call(x, values, None, grad, *FAR_PATTERN), results)
 
 
-@needs_memory
+@needs_mmap
 @pytest.mark.parametrize("depth", [1, 64])
 def test_blocks_beyond_the_2_to_the_31st_number(interpreter_process, depth):
     assert interpret(interpreter_process, far_blocks, depth)

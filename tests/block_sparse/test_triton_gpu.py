@@ -1,6 +1,5 @@
 """Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
 
-import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from tests.block_sparse.cases import (
     TRITON_CASES,
     Case,
     Problem,
+    assert_is_dense,
     assert_only_readers_are_not_finite,
     dense_results,
     make_problem,
@@ -28,12 +28,11 @@ from tests.block_sparse.cases import (
     sizes_of_terms,
 )
 from tests.covering import covering
+from tests.gpu import needs_gpu, no_syncs
 from tests.tolerances import TF32, assert_sum_of_products, same_bits
+from tests.triton_runs import needs_triton
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = [needs_triton, needs_gpu]
 
 EVERY = TRITON_CASES | {
     **{name: CASES[name] for name in ("convolution", "one sample, whole vectors", "large batch")},
@@ -58,12 +57,6 @@ def _triton() -> Iterator[None]:
 def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPattern]:
     """Return ([x, values, bias, grad], pattern) on the GPU."""
     return [t.cuda() for t in problem.operands(dtype)], problem.pattern.to("cuda")
-
-
-def assert_is_dense(problem: Problem, found: tuple[Tensor, ...], dtype: torch.dtype, cut: float = 0.0) -> None:
-    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
-        assert actual.dtype == dtype
-        assert_sum_of_products(actual.cpu(), expected, sizes, cut)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -123,11 +116,8 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(name, dtype, va
 def test_calls_do_not_wait_for_the_gpu():
     operands, pattern = on_gpu(make_problem(EVERY["reference layer, small image"], torch.bfloat16), torch.bfloat16)
     expected = results(*operands, pattern)  # compiles
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_syncs():
         found = results(*operands, pattern)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
 
 

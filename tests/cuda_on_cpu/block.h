@@ -224,7 +224,7 @@ class Grid {
 
   // Ends the running block, and goes on to a new one or another; returns false if there is none.
   bool next_block() {
-    shared_->end(number());
+    shared_->end();
     if (begun_ < blocks_->size()) return begin(*resident_), true;
     for (Resident& other : residents_) {
       if (other.live > 0) return change_to(other), true;

@@ -225,6 +225,20 @@ def run_program(
     )
 
 
+def check_orders(program: Path, first: int, count: int) -> None:
+    """Assert that random calls, numbered from ``first`` on, pass and give the same bits in every order."""
+    runs = [run_program(program, first, count, order=order) for order in ORDERS]
+    assert not any(done.returncode for done in runs), runs
+    (output,) = {done.stdout for done in runs}
+    assert output.startswith(f"{count} calls, ")
+
+
+def check_many(program: Path, count: int) -> None:
+    """Assert that other random calls pass in one order."""
+    done = run_program(program, 100_000, count, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def is_found(program: Path, mistake: str, count: int, orders: Iterable[str]) -> bool:
     """Return whether random calls with a mistake fail in one of the orders, or differ in their output between two."""
     outputs = set()

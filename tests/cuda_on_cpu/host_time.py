@@ -19,8 +19,8 @@ import torch
 
 import loco_ext
 from loco_ext import optim
-from loco_ext.ops import backends
 from tests.cuda_on_cpu import operators
+from tests.triton_runs import let_triton_serve_cpus
 
 RULES = {"SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}, "AdamW": {"lr": 1e-3}}
 
@@ -49,8 +49,7 @@ def stub_triton(patch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid):
             return lambda *arguments, **options: None
 
-    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
-    patch.setattr(backends, "KERNELS", kernels)
+    let_triton_serve_cpus(patch)
     for name in ("step_kernel", "prepare_kernel"):
         patch.setattr(optim_step, name, Kernel())
 

@@ -19,24 +19,11 @@ inline bool chance(Random& random, int64_t one_in) { return below(random, one_in
 inline double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
 inline double get(DType dtype, const void* at) {
-  switch (dtype) {
-    case DType::f64:
-      return *static_cast<const double*>(at);
-    case DType::f32:
-      return *static_cast<const float*>(at);
-    case DType::bf16:
-      return bf16_to_float(*static_cast<const uint16_t*>(at));
-    default:
-      return f16_to_float(*static_cast<const uint16_t*>(at));
-  }
+  return with_dtype(dtype, [&](auto type) { return widened<type(), double>(*static_cast<const Stored<type()>*>(at)); });
 }
 
 inline void set(DType dtype, void* at, double value) {
-  const auto single = static_cast<float>(value);
-  if (dtype == DType::f64) *static_cast<double*>(at) = value;
-  if (dtype == DType::f32) *static_cast<float*>(at) = single;
-  if (dtype == DType::bf16) *static_cast<uint16_t*>(at) = float_to_bf16(single);
-  if (dtype == DType::f16) *static_cast<uint16_t*>(at) = float_to_f16(single);
+  with_dtype(dtype, [&](auto type) { *static_cast<Stored<type()>*>(at) = narrowed<type()>(value); });
 }
 
 struct Free {

@@ -91,7 +91,7 @@ class SharedMemory {
     requested_memory = copy.requested.get();
   }
 
-  void end(int) {
+  void end() const {
     const int64_t used = variables_.used() + static_cast<int64_t>(bytes_);
     if (used > kMostShared) fail("%s: more than %ld bytes of shared memory", kernel_, kMostShared);
   }

@@ -1,6 +1,5 @@
 """Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
 
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +11,7 @@ from loco_ext.ops.landscape import laplacian_stencil
 from loco_ext.reference import landscape as reference
 from tests.covering import slow
 from tests.tolerances import assert_within_ulps
-from tests.triton_runs import CUDA, interpret, needs_compiler, needs_triton, reserved
+from tests.triton_runs import CUDA, compiles, interpret, needs_mmap, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -73,7 +72,7 @@ def test_the_kernels_compute_what_the_reference_does(interpreter_process, name):
         assert_is_reference(interpret(interpreter_process, run, gradients, *call[1:]), gradients, *call[1:])
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap, 64 bits")
+@needs_mmap
 @pytest.mark.parametrize("axis", [2, 3])
 def test_rows_and_pixels_that_lie_farther_apart_than_2_to_the_31(interpreter_process, axis):
     g, weights, stencil, *found = interpret(interpreter_process, far, axis)
@@ -94,7 +93,7 @@ COMPILED = {
     ("name", "arch"),
     [("target", 90), *map(slow, [*zip(COMPILED, [*CUDA, 120], strict=True), ("wide stencil, double precision", 120)])],
 )
-@pytest.mark.usefixtures("_compiling")
+@compiles
 def test_the_kernels_compile_within_their_budgets(name, arch):
     from loco_ext.triton_kernels import landscape
 
@@ -106,10 +105,3 @@ def test_the_kernels_compile_within_their_budgets(name, arch):
         registers, stack = BUDGET[kernel]
         assert used["REG"] <= registers, kernel
         assert used["STACK"] <= stack, kernel
-
-
-@pytest.fixture
-def _compiling(request) -> None:
-    for mark in needs_compiler[1:]:
-        if mark.args[0]:
-            pytest.skip(mark.kwargs["reason"])

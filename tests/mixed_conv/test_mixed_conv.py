@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import loco_ext
-from loco_ext.ops import backends, mixed_conv2d
+from loco_ext.ops import mixed_conv2d
 from tests.covering import slow
+from tests.instruction_sets import BACKENDS, using
 
-# The kernels are not compiled for bfloat16 instructions.
-LEVELS = [name for name in (backends.library.cpu_capabilities() if backends.library else []) if "bf16" not in name]
 FORMATS = (torch.contiguous_format, torch.channels_last)
 TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-14}
 
@@ -28,16 +28,9 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-@pytest.fixture(params=[*LEVELS, "reference"])
-def level(request: pytest.FixtureRequest):
-    """Use the kernels of one instruction set, or the reference."""
-    if request.param == "reference":
-        with loco_ext.backend("reference"):
-            yield request.param
-        return
-    backends.library.use_cpu_capability(request.param)
-    yield request.param
-    backends.library.use_cpu_capability(backends.library.cpu_capabilities()[0])
+@pytest.fixture(params=[name for name in BACKENDS if "bf16" not in name])  # no kernel has bfloat16 instructions
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from using(request.param)
 
 
 def random_case(seed: int) -> Case:
@@ -109,8 +102,8 @@ def test_results_have_the_format_of_images_whose_strides_alone_tell_it(
 
 
 @pytest.mark.parametrize("seeds", [range(60), slow(range(1000, 1200))], ids=str)
-def test_random_shapes_match_float64(level: str, seeds: range) -> None:
-    for seed in seeds[: 20 if level == "reference" else None]:
+def test_random_shapes_match_float64(backend: str, seeds: range) -> None:
+    for seed in seeds[: 20 if backend == "reference" else None]:
         case = random_case(seed)
         assert_right(case, mixed_conv2d(*case[:-1], **case.options), f"seed {seed}")
 
@@ -143,7 +136,7 @@ def test_the_number_of_threads_changes_no_bit(memory_format: torch.memory_format
 
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("relu", [False, True])
-def test_nan_and_infinity_stay_where_a_kernel_sees_them(level: str, memory_format: torch.memory_format, relu: bool):
+def test_nan_and_infinity_stay_where_a_kernel_sees_them(backend: str, memory_format: torch.memory_format, relu: bool):
     x = torch.ones(3, 4, 6, 8).contiguous(memory_format=memory_format)
     x[1, 2, 3, 4], x[2, 0, 0, 0] = float("nan"), float("inf")
     result = mixed_conv2d(x, [torch.ones(2, 4, 1, 1), torch.ones(3, 4, 3, 3)], [], [(0,) * 4, (1,) * 4], relu=relu)

@@ -1,17 +1,16 @@
 """Our optimizers on a GPU beside the reference on the CPU, and CUDA graphs of their steps."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 
 from loco_ext import optim, sparsity
+from tests.gpu import no_syncs
 from tests.optim.stepping import LOCALITY, RICH, make_params, params_of, set_gradients
 from tests.penalties import cases as penalised
 from tests.tolerances import ULPS, ULPS_OF_ROOTS, assert_within_ulps, same_bits
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SCALE = 1024.0  # a power of two: scaling and unscaling are exact
 PENALTIES = {
@@ -25,16 +24,6 @@ PENALISED = {
     "Adam": {"lr": 0.02, "amsgrad": True},
     "AdamW": {"lr": 0.02, "weight_decay": 0.1, "locality": LOCALITY},
 }
-
-
-@contextmanager
-def no_syncs():
-    """Make every torch call that would synchronize with the GPU an error inside the context."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def on_gpu(params):

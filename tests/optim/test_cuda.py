@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from loco_ext import ops, optim
+from tests.gpu import needs_gpu, no_syncs
 from tests.optim import gpu
-from tests.optim.gpu import BF16, F16, F32, F64, SCALE, needs_gpu
+from tests.optim.gpu import BF16, F16, F32, F64, SCALE
 from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
-from tests.optim_step.cases import Case, Gpu, make_case
+from tests.optim_step.cases import Case, Gpu, assert_same, make_case
 from tests.optim_step.layouts import KINDS, LAYOUTS, gaps, shifted
 from tests.optim_step.maps import LOCO_2D
-from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+from tests.tolerances import same_bits
 
 # ---- single kernels
 
@@ -31,12 +32,9 @@ def assert_is_reference(case: Case, backend: str, expected: Case | None = None) 
     expected = case.copy().step("reference") if expected is None else expected
     stepped = case.copy()
     Gpu("cuda", backend).step_in_place(stepped)
-    for name, tensors in expected.lists.items():
-        for i, (a, b, before) in enumerate(zip(stepped.lists[name], tensors, case.lists[name], strict=True)):
-            if case.params[i].dtype == F64:
-                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # the normal random numbers are not larger
-            else:
-                assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
+    assert_same(stepped, expected, nearly_in_float64=True)
+    for name, tensors in case.lists.items():
+        for i, (a, before) in enumerate(zip(stepped.lists[name], tensors, strict=True)):
             assert a.stride() == before.stride()
             assert same_bits(gaps(a), gaps(before)), f"{name}[{i}]: memory outside the view was written"
 
@@ -161,7 +159,7 @@ def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, s
         if step in spoilt:
             params_of(ours)[-1].grad[1, 0, 0, 2] = math.inf
         # SGD synchronizes to learn whether it must create its momentum buffers.
-        with gpu.no_syncs() if stepped else nullcontext():
+        with no_syncs() if stepped else nullcontext():
             if manually:
                 scaler.unscale_(ours)
             scaler.step(ours)
@@ -181,7 +179,7 @@ def test_steps_may_be_made_on_other_streams(backend, name):
         gpu.give_gradients(ours, reference, step)
         stream, home = streams[step % 3], torch.cuda.current_stream()
         stream.wait_stream(home)
-        with torch.cuda.stream(stream), gpu.no_syncs() if step else nullcontext():
+        with torch.cuda.stream(stream), no_syncs() if step else nullcontext():
             ours.step()
         home.wait_stream(stream)
         reference.step()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu import no_syncs
 from tests.optim import gpu
 from tests.optim.gpu import BF16, PENALTIES, SCALE
 from tests.optim.stepping import CLASSES
@@ -21,7 +22,7 @@ def test_replayed_steps_are_the_references_whatever_is_stepped_between(name, pen
     gpu.assert_same(*twins)
     for step in range(1, 6):
         gpu.refill(gradients, reference, step)
-        with gpu.no_syncs():
+        with no_syncs():
             graph.replay()
         reference.step()
         gpu.assert_same(*twins)
@@ -49,7 +50,7 @@ def test_replays_follow_what_lives_on_the_gpu(name, penalty):
             grad.mul_(SCALE)
         gpu.fill_rates(twins, lr)
         ours.found_inf.fill_(found)
-        with gpu.no_syncs():
+        with no_syncs():
             graph.replay()
         if not found:
             reference.step()

@@ -7,6 +7,7 @@ import pytest
 
 import loco_ext
 from loco_ext import optim, sparsity
+from tests.gpu import no_syncs
 from tests.optim import gpu
 from tests.optim.gpu import BF16, F16, F32, F64, PENALISED, PENALTIES
 from tests.optim.stepping import CLASSES
@@ -46,7 +47,7 @@ def test_replays_read_norms_anew(name, inner):
 
     for step in range(2):
         gpu.give_gradients(*twins, step)
-        with gpu.no_syncs() if step else contextlib.nullcontext():
+        with no_syncs() if step else contextlib.nullcontext():
             ours.step()
         reference_step()
         gpu.assert_near(*twins)
@@ -55,7 +56,7 @@ def test_replays_read_norms_anew(name, inner):
         for norm in (*norms, *on_device):
             norm.running_var.mul_(2.0)
         gpu.refill(gradients, reference, step)
-        with gpu.no_syncs():
+        with no_syncs():
             graph.replay()
         reference_step()
         gpu.assert_near(*twins)

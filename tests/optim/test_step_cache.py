@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.ops import backends
 from tests.covering import covering
 from tests.optim.stepping import params_of
+from tests.triton_runs import let_triton_serve_cpus, needs_triton
 
 OPTIONS = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -372,7 +372,7 @@ def step_and_compare(cached, anew):
     compare(cached, anew)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize(
     ("event", "name"), covering(EVENTS, ["SGD", "SGD without momentum", "AdamW"], strength=1), ids=str
 )
@@ -381,8 +381,7 @@ def test_after_an_event_triton_kernels_get_the_table_of_a_new_collection(event, 
     from loco_ext.triton_kernels import optim_step as triton_steps
 
     tables = []
-    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
-    monkeypatch.setattr(backends, "KERNELS", kernels)
+    let_triton_serve_cpus(monkeypatch)
     monkeypatch.setattr(triton_steps, "prepare", lambda table, args: None)
     monkeypatch.setattr(triton_steps, "launch", lambda table, args, scalars: tables.append(table))
     with loco_ext.backend("triton"):

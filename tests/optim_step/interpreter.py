@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.optim_step.cases import Case
-from tests.triton_runs import interpret, reserved
+from tests.triton_runs import interpret, let_triton_serve_cpus, reserved
 
 BLOCK = 2048  # elements that one program steps
 CPU = torch.device("cpu")
@@ -32,11 +32,10 @@ def run(case: Case, wide: bool) -> Case:
 
 def step_and_shrink(case: Case) -> None:
     """Step by the operator, which launches the prox after the step; its checks may read values of CPU tensors."""
-    from loco_ext.ops import backends, optim_step
+    from loco_ext.ops import optim_step
 
-    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "KERNELS", kernels)
+        let_triton_serve_cpus(patch)
         patch.setattr(optim_step, "check_step", lambda *_arguments: None)
         case.step("triton")
 

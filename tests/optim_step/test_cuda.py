@@ -31,15 +31,11 @@ def check(compiled: Path) -> Path:
 
 
 def test_random_calls_give_what_the_cpu_does_and_the_same_bits_in_every_order(check: Path) -> None:
-    runs = [build.run_program(check, 500, 20, order=order) for order in build.ORDERS]
-    assert not any(done.returncode for done in runs), runs
-    (output,) = {done.stdout for done in runs}
-    assert output.startswith("20 calls, ")
+    build.check_orders(check, 500, 20)
 
 
 def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
-    done = build.run_program(check, 100_000, 100, timeout=1500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build.check_many(check, 100)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -15,6 +15,7 @@ from tests.optim_step.maps import LOCO_2D as LOCO
 
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
 SHAPE = (4, 2, 3, 3)
+SHRINKING = [ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)] * 2
 
 
 def lists(**changes):
@@ -166,8 +167,7 @@ ALL = [(rule, name) for rule, own in (("sgd", SGD), ("adam", ADAM)) for name in 
 def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, shrinks, backend):
     """Shrinks: a prox follows the step, which is then that of other tensors where they are wider."""
     change, error, message = {**COMMON, **SGD, **ADAM}[name]
-    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
-    penalties = {"penalties": [penalty] * 2} if shrinks else {}
+    penalties = {"penalties": SHRINKING} if shrinks else {}
     case = make_case(rule, [SHAPE, SHAPE], maps=[LOCO], map_index=[0, 0], **penalties)
     change(case)
     before = dense_copy(case)
@@ -180,26 +180,24 @@ def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, shrink
 @pytest.mark.parametrize(("dtype", "other"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 @pytest.mark.parametrize("shared", ["by two parameters", "by all elements"])
 def test_states_of_another_dtype_are_checked_too_where_a_prox_follows(dtype, other, shared):
-    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
     params, grads = ([torch.randn(SHAPE, dtype=dtype) for _ in range(2)] for _ in range(2))
     buffer = torch.zeros(SHAPE, dtype=other) if shared == "by two parameters" else torch.zeros(1, dtype=other)
     buffers = [buffer, buffer] if shared == "by two parameters" else [buffer.expand(SHAPE), torch.zeros(SHAPE)]
     before = [param.clone() for param in params]
     with pytest.raises(ValueError, match="momentum_buffers"):
-        ops.optim_step_sgd(params, grads, buffers, torch.tensor([[0.1, 0, 0.9, 0]]).double(), penalties=[penalty] * 2)
+        ops.optim_step_sgd(params, grads, buffers, torch.tensor([[0.1, 0, 0.9, 0]]).double(), penalties=SHRINKING)
     assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize(("name", "value"), [("params", None), ("momentum_buffers", None), ("found_inf", 1.0)])
 def test_what_is_no_tensor_is_a_typed_error_where_a_prox_follows(name, value):
-    penalty = ops.StepPenalty([0] * 9, torch.ones(1, dtype=torch.float64), linf=True)
     given = {each: [torch.randn(SHAPE) for _ in range(2)] for each in ("params", "grads", "momentum_buffers")}
     before = given["params"][0].clone()
     if name in given:
         given[name] = [given[name][0], value]
     hyper, other = torch.tensor([[0.1, 0, 0.9, 0]]).double(), {} if name in given else {name: value}
     with pytest.raises(TypeError, match=name):
-        ops.optim_step_sgd(*given.values(), hyper, penalties=[penalty] * 2, **other)
+        ops.optim_step_sgd(*given.values(), hyper, penalties=SHRINKING, **other)
     assert torch.equal(given["params"][0], before)
 
 

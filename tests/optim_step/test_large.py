@@ -7,7 +7,6 @@ are zero pages that are only read, except for the last. A step that indexes corr
 import ctypes
 import mmap
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +17,9 @@ from torch import Tensor
 from loco_ext import ops
 from loco_ext.reference.rounding import philox
 from tests.tolerances import same_bits
-from tests.triton_runs import reserved
+from tests.triton_runs import needs_mmap, reserved
 
-pytestmark = [
-    pytest.mark.usefixtures("native"),
-    pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits"),
-]
+pytestmark = [needs_mmap, pytest.mark.usefixtures("native")]
 
 BULK = 2**31  # elements
 TAIL = 100

@@ -13,6 +13,7 @@ from tests.covering import covering
 from tests.optim_step.cases import (
     FLOATS,
     HYPER,
+    RULES,
     SHAPES,
     assert_native_is_reference,
     assert_same,
@@ -34,15 +35,13 @@ DECAYS = {
     "maps": MAPS,
     "uniform_l1": {"l1": True},
     "maps_l1": {**MAPS, "l1": True},
-    "no_decay": {**MAPS, "decay": 0.0},
+    "no_decay": {**MAPS, "hyper": {"weight_decay": 0.0}},
 }
 ADAM_DECAYS = {**DECAYS, "decoupled": {"decoupled": True}, "decoupled_maps": {**MAPS, "decoupled": True}}
 
 
-def hyper_with(rule, decay=None, **columns):
-    names = {"sgd": ("lr", "decay", "momentum", "dampening"), "adam": ("lr", "decay", "beta1", "beta2", "eps")}[rule]
-    row = dict(zip(names, HYPER[rule], strict=True)) | columns
-    return tuple((row if decay is None else row | {"decay": decay}).values())
+def hyper_with(rule, **columns):
+    return tuple((dict(zip(RULES[rule].columns, HYPER[rule], strict=True)) | columns).values())
 
 
 @with_interpreter
@@ -53,7 +52,7 @@ def hyper_with(rule, decay=None, **columns):
 )
 def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtype):
     options = {**MOMENTUM[momentum], **DECAYS[decay]}
-    hyper = hyper_with("sgd", options.pop("decay", None), dampening=0.0 if nesterov else 0.1)
+    hyper = hyper_with("sgd", **options.pop("hyper", {}), dampening=0.0 if nesterov else 0.1)
     case = make_case("sgd", SHAPES, dtypes=[dtype] * 3, hyper=hyper, nesterov=nesterov, maximize=maximize, **options)
     assert_native_is_reference(case)
 
@@ -66,7 +65,7 @@ def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtyp
 )
 def test_adam_gives_the_references_bits(step, beta1, amsgrad, maximize, decay, dtype):
     options = {"amsgrad": amsgrad, "maximize": maximize, **ADAM_DECAYS[decay]}
-    hyper = hyper_with("adam", options.pop("decay", None), beta1=beta1)
+    hyper = hyper_with("adam", **options.pop("hyper", {}), beta1=beta1)
     case = make_case("adam", SHAPES, dtypes=[dtype] * 3, hyper=hyper, states=2 + amsgrad, step=step, **options)
     assert_native_is_reference(case)
 
@@ -217,13 +216,6 @@ def test_step_follows_the_gradient_of_the_papers_loss(l1):
     case.lists["grads"] = list(torch.autograd.grad(task, w))
     case.step()
     assert_within_ulps(case.params[0], w.detach() - lr * loss_gradient, scale=loss_gradient.abs().max().item())
-
-
-@with_reference
-def test_a_map_of_ones_is_uniform_decay():
-    ones = geometry.decay_map((3, 3), (1.0, 1.0))
-    with_ones = make_case("sgd", [(4, 3, 3, 3)], maps=[ones], map_index=[0]).step()
-    assert torch.equal(with_ones.params[0], make_case("sgd", [(4, 3, 3, 3)]).step().params[0])
 
 
 @with_reference

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 from decimal import Context, Decimal
 
 import pytest
@@ -14,7 +13,7 @@ from tests.optim_step.interpreter import BLOCK, far, scalars
 from tests.optim_step.layouts import KINDS, LAYOUTS, gaps, shifted
 from tests.optim_step.maps import ANY_MAP, LOCO_2D
 from tests.tolerances import same_bits
-from tests.triton_runs import interpret, needs_triton
+from tests.triton_runs import interpret, needs_mmap, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("kernels"), with_kernels("interpreter")]
 
@@ -55,7 +54,7 @@ def test_elements_numbered_in_64_bits_give_the_references_bits(interpreter, kind
     assert_native_is_reference(case)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
+@needs_mmap
 @pytest.mark.parametrize(
     ("numel", "wide", "stride"), [(NARROW, False, 1), (NARROW, False, 3), (NARROW + 1, True, 1), (2**32 + 100, True, 3)]
 )

@@ -39,6 +39,12 @@ class Rings:
         return max(self.of_taps) + 1
 
 
+def rings_of(shape: Sequence[int]) -> tuple[list[int], int]:
+    """Return the ring of each tap of a weight, which may have no axes of taps, and the number of rings."""
+    index = geometry.ring_index(shape[2:]).flatten().tolist() if len(shape) > 2 else [0]
+    return index, max(index) + 1
+
+
 def square_rings(largest: int = LARGEST_SIZE) -> list[Rings]:
     """Return the rings of all square sizes up to the largest, of both kinds and, for half rings, in both orders."""
     halves = [Rings((s, s), "half", first) for s in range(1, largest + 1) for first in HALVES]

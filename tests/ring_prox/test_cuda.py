@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from loco_ext import geometry, ops
+from loco_ext import ops
 from loco_ext.ops.ring_prox import ProxCall, run_joint_kernels
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
 from tests.cuda_on_cpu import build, operators
-from tests.ring_prox.cases import LAYOUTS
+from tests.ring_prox.cases import LAYOUTS, rings_of
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 SHARED_SOURCES = [
@@ -26,11 +26,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = {"one_tap": (3, 5), "one_weight": (4, 1, 1, 1), "3x3": (4, 7, 3, 3), "wide": (3, 20, 1, 15)}
 # Values are (with a metric, linf).
 MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "linf_metric": (True, True)}
-
-
-def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
-    index = geometry.ring_index(shape[2:]).flatten().tolist() if len(shape) > 2 else [0]
-    return index, max(index) + 1
 
 
 def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
@@ -198,16 +193,12 @@ def check_joint(compiled: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "calls"), [("check", 20), ("check_joint", 8)])
 def test_random_calls_give_the_same_bits_in_every_order(program: str, calls: int, request) -> None:
-    runs = [build.run_program(request.getfixturevalue(program), 0, calls, order=order) for order in build.ORDERS]
-    assert not any(done.returncode for done in runs), runs
-    (output,) = {done.stdout for done in runs}
-    assert output.startswith(f"{calls} calls, ")
+    build.check_orders(request.getfixturevalue(program), 0, calls)
 
 
 @pytest.mark.slow
 def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
-    done = build.run_program(check, 100_000, 200, timeout=1500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build.check_many(check, 200)
 
 
 MISTAKES = ("tail", "buffer", "filter", "scale", "staged", "order", "ring", "caps", "factors", "first")
@@ -221,9 +212,7 @@ def test_planted_mistakes_are_found(check: Path, mistake: str) -> None:
 
 @pytest.mark.slow
 def test_many_random_joint_calls_keep_to_their_memory(compiled: Path) -> None:
-    program = compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=True)
-    done = build.run_program(program, 100_000, 10, timeout=1500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build.check_many(compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=True), 10)
 
 
 @pytest.mark.slow

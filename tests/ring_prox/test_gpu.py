@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import loco_ext
 from loco_ext import ops
-from loco_ext.ops import backends
 from loco_ext.reference import ring_prox as reference
+from tests.gpu import no_syncs, using
 from tests.ring_prox.cases import LAYOUTS
 from tests.ring_prox.triton_calls import BF16, F16, F32, F64, Call, assert_same, make
 from tests.tolerances import ULPS_OF_ROOTS, largest_of_kernels
@@ -24,14 +23,9 @@ on_a_gpu = pytest.mark.usefixtures("backend")
 
 
 @pytest.fixture(params=["native", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Force our CUDA or our Triton kernels."""
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    if reason := backends.missing("ring_prox", request.param, "cuda"):
-        pytest.skip(reason)
-    with loco_ext.backend(request.param):
-        yield
+    yield from using("ring_prox", request.param)
 
 
 MODES = list(itertools.product([False, True], repeat=3))  # linf, metric, squared
@@ -101,11 +95,8 @@ def test_calls_do_not_wait_for_the_gpu():
     there = [on_gpu(call) for call in calls]
     for call in there:
         prox(call)  # compiles
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_syncs():
         results = [prox(replace(call, thresholds=call.thresholds * 0.5)) for call in there]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for call, result in zip(calls, results, strict=True):
         assert_is_reference(replace(call, thresholds=call.thresholds * 0.5), result)
 

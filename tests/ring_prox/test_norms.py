@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from loco_ext import ops, sparsity
-from tests.ring_prox.cases import FLOATS, Rings
+from loco_ext.reference.dtypes import compute_dtype
+from tests.ring_prox.cases import FLOATS, LAYOUTS, Rings
 from tests.tolerances import assert_within_ulps
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -30,17 +31,9 @@ def norms_by_linalg(weight, rings):
 def test_norms_are_those_of_each_rings_weights(rings, dtype):
     for channels in (1, 5, 33):
         weight = torch.randn(7, channels, *rings.kernel_size, dtype=torch.float64).to(dtype)
-        channels_last = weight.movedim(1, -1).contiguous().movedim(-1, 1)
-        more_channels_last = weight.repeat(1, 2, *[1] * len(rings.kernel_size)).movedim(1, -1).contiguous()
-        for laid_out in (
-            weight,
-            weight.transpose(0, 1).contiguous().transpose(0, 1),
-            weight.repeat_interleave(2, 0)[::2],
-            channels_last,
-            more_channels_last.movedim(-1, 1)[:, channels:],
-        ):
-            norms = sparsity.ring_norms(laid_out, rings.kind, first=rings.first)
-            assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        for laid_out in LAYOUTS.values():
+            norms = sparsity.ring_norms(laid_out(weight), rings.kind, first=rings.first)
+            assert norms.dtype == compute_dtype(dtype)
             assert_within_ulps(norms, norms_by_linalg(weight, rings))
 
 

@@ -5,7 +5,6 @@ surrounded by NaN and results by numbers that must stay unchanged.
 """
 
 import itertools
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from tests.covering import covering, slow
 from tests.ring_prox.cases import LAYOUTS
 from tests.ring_prox.triton_calls import BF16, F16, F32, F64, FLOATS, Call, assert_same, make
 from tests.tolerances import assert_within_ulps, same_bits
-from tests.triton_runs import Guarded, interpret, needs_triton, reserved
+from tests.triton_runs import Guarded, interpret, needs_mmap, needs_triton, reserved
 
 pytestmark = needs_triton
 
@@ -306,7 +305,7 @@ def test_weights_numbered_in_64_bits(interpreter):
     assert_is_reference(interpreter, *(replace(call, settings={"NARROW": 0, **SMALL}) for call in calls))
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
+@needs_mmap
 def test_weights_that_lie_farther_apart_than_2_to_the_31(interpreter):
     weight, result = interpreter(far)
     t = torch.tensor([0.5, 0.7], dtype=F64)

@@ -13,8 +13,8 @@ from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
 from bench.ahead_of_time import launches, resources
-from loco_ext import geometry
 from tests.covering import slow
+from tests.ring_prox.cases import rings_of
 from tests.triton_runs import count, needs_compiler, vectors
 
 pytestmark = needs_compiler
@@ -28,18 +28,14 @@ def launched(target: Target, weight: Tensor, operator: str, *arguments: Any):
     """Return the grid, the options and the compiled kernel of an operator's launch."""
     from loco_ext.triton_kernels import ring_prox
 
-    call = partial(getattr(ring_prox, operator), weight, rings_of(weight), *arguments)
+    call = partial(getattr(ring_prox, operator), weight, rings_of(weight.shape)[0], *arguments)
     ((_, *launch),) = launches(call, ring_prox, ("norms_kernel", "prox_kernel"), target, _UPLOADS=Uploads())
     return launch
 
 
 def prox(target: Target, weight: Tensor, metric: Tensor | None = None, linf: bool = False, squared: bool = False):
-    t = torch.ones(max(rings_of(weight)) + 1, dtype=F64)
+    t = torch.ones(rings_of(weight.shape)[1], dtype=F64)
     return launched(target, weight, "ring_prox", t, t if squared else None, metric, linf)
-
-
-def rings_of(weight: Tensor) -> list[int]:
-    return geometry.ring_index(weight.shape[2:]).flatten().tolist() if weight.dim() > 2 else [0]
 
 
 def operands(mode: str, channels_last: bool) -> tuple:
@@ -125,7 +121,7 @@ def test_weights_that_are_not_aligned_are_accessed_one_by_one():
 @pytest.mark.parametrize(("dtype", "arch"), [(F32, 90), *map(slow, [(F64, 100), (BF16, 80)])], ids=str)
 def test_norms_compile(dtype, arch):
     weight = torch.ones(8, 512, 3, 3, dtype=dtype)
-    grid, options, kernel = launched(("cuda", arch), weight, "ring_norms", max(rings_of(weight)) + 1)
+    grid, options, kernel = launched(("cuda", arch), weight, "ring_norms", rings_of(weight.shape)[1])
     assert grid == (8,)
     assert_ieee(options, kernel.asm["ptx"])
     assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from loco_ext import geometry
-from tests.ring_prox.cases import lie
+from tests.ring_prox.cases import lie, rings_of
 from tests.tolerances import assert_within_ulps, same_bits
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -50,7 +49,7 @@ def make(
     rows: bool = True,
 ) -> Call:
     """Return a call for which some rings vanish and others do not."""
-    rings = geometry.ring_index(shape[2:]).flatten().tolist() if rings is None else rings
+    rings = rings_of(shape)[0] if rings is None else rings
     count = max(rings) + 1
     channels = shape[1] * len(rings) / count  # weights of a ring, on average
     t = (
