@@ -52,8 +52,8 @@ def shrink_to(
 
     A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
     includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
-    price is the smallest that meets the budget. The rest of the budget is then filled up, and channels and rings are
-    exchanged between layers until that no longer helps.
+    price is the smallest that meets the budget. Then rings and channels are added as long as any fit into the rest of
+    the budget, and layers of networks with few channels exchange channels as long as that helps.
 
     Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
     are not folded.
@@ -85,7 +85,7 @@ def shrink_to(
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget. It costs at least 99 % of the
-        budget, unless every exchange that fills it loses more importance, as in networks of few channels.
+        budget, unless what would fill it loses more importance, as in networks of few channels.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
