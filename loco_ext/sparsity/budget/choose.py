@@ -21,7 +21,6 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 
 _FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
 _RISE = 1.25  # factor between one price and the next
-_RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
 _BISECTIONS, _MOST_ROUNDS = 16, 20
 
@@ -55,20 +54,7 @@ def within(problem: SizeProblem, budget: float) -> Sizes:
             below, high = found, middle
         else:
             sizes, low = found, middle
-    best = best_at(problem, high)
-    if problem.cost(best) <= budget and problem.value(best, high) < problem.value(below, high):
-        below = best
     return exchanged(problem, filled(problem, below, budget, high), budget, high)
-
-
-def best_at(problem: SizeProblem, price: float) -> Sizes:
-    """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
-    up, down = problem.whole(), improved(problem, problem.whole(), price * _RISE**_RAMP)
-    for factor in _RISE ** np.arange(_RAMP, 0, -1):
-        up = improved(problem, up, price / factor, most_rounds=1)
-        down = improved(problem, down, price * factor, most_rounds=1)
-    found = [improved(problem, start, price) for start in (up, down, problem.whole())]
-    return min(found, key=lambda sizes: problem.value(sizes, price))
 
 
 def improved(problem: SizeProblem, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS) -> Sizes:

@@ -169,10 +169,6 @@ class SizeProblem:
         """Return the importance that is lost with these sizes."""
         return float(sum(layer.lost_with(chosen).sum() for layer, chosen in zip(self.layers, sizes, strict=True)))
 
-    def value(self, sizes: Sizes, price: float) -> float:
-        """Return the objective that is minimised: the importance lost plus price * cost."""
-        return self.lost(sizes) + price * self.cost(sizes)
-
     def costs(self, counts: Floats | tuple[Floats, Floats, Floats | float], layers: Integers | None = None) -> Floats:
         """Return what layers cost with numbers of input channels, of filters, and of taps of all filters, ``[3, ...]``.
 
