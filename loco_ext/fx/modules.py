@@ -49,6 +49,12 @@ def bias_trains(layer: Any) -> bool:
     return (layer.weight if layer.bias is None else layer.bias).requires_grad
 
 
+def per_axis(option: Any, axes: int) -> tuple[Any, ...]:
+    """Return an option of a convolution or a pooling for each axis, given for each axis or once for all of them."""
+    values = tuple(option) if isinstance(option, tuple | list) else (option,)
+    return values if len(values) == axes else values * axes
+
+
 def paddings(module: Any) -> Pads:
     """Return the padding of a convolution module, (before, after) for each axis."""
     if module.padding == "valid":

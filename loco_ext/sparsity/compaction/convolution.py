@@ -24,9 +24,7 @@ from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
-# oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
-# channels than elements in a vector (uxlfoundation/oneDNN#6035).
-VECTOR = 16
+VECTOR = 16  # channels that processors compute at once
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,11 @@ def emit(
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
-    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`.
+
+    The backward pass of oneDNN for such a convolution on channels_last images writes out of bounds
+    (uxlfoundation/oneDNN#6035).
+    """
     strided = any(step > 1 for step in convolution.module.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 

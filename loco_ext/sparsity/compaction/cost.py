@@ -17,6 +17,7 @@ from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import (
+    VECTOR,
     Bucket,
     Convolution,
     Part,
@@ -31,7 +32,6 @@ from loco_ext.sparsity.compaction.overwrite import finish
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
-VECTOR = 16  # channels that processors compute at once
 _EACH = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
 _MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
