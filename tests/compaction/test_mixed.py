@@ -251,7 +251,9 @@ def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch
 
     def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
         if any(way[0].mixed for way in ways):
-            seen.setdefault(tuple(convolution.weight.shape), set()).add((convolution.then.sum, convolution.then.relu))
+            seen.setdefault(tuple(convolution.weight.shape), set()).add(
+                (convolution.epilogue.sum, convolution.epilogue.relu)
+            )
         return [1.0 for _ in ways]
 
     monkeypatch.setattr(cost, "_times", times)

@@ -37,7 +37,7 @@ class Convolution:
         bias: their biases, if any.
         channels: number of input channels, over all groups.
         channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
-        then: operations that follow.
+        epilogue: operations that follow.
     """
 
     module: Any
@@ -45,7 +45,7 @@ class Convolution:
     bias: Tensor | None
     channels: int
     channels_last: bool
-    then: Epilogue = field(default_factory=Epilogue)
+    epilogue: Epilogue = field(default_factory=Epilogue)
 
     @property
     def axes(self) -> int:
@@ -154,7 +154,7 @@ def emit(
     Modules are added to ``owner`` under ``name``, with a number appended if there are several buckets.
 
     Args:
-        order: indices that reorder the channels, as :func:`restoring` returns them.
+        order: indices that reorder the channels, as :func:`inverse_order` returns them.
     """
     several = len(buckets) > 1
     targets = [unused(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
@@ -199,11 +199,11 @@ def _emit_each(
     return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - layer.axes))
 
 
-def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
+def standalone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
     """Return a network of only these buckets; its channels are in the filters' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
     source, order = graph.placeholder("x"), None
-    back = None if free else restoring(buckets, convolution.weight.device)
+    back = None if free else inverse_order(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
         order = graph.get_attr("order")
@@ -211,14 +211,14 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
     return fx.GraphModule(owner, graph)
 
 
-def in_turn(buckets: Sequence[Bucket]) -> list[int]:
+def channel_order(buckets: Sequence[Bucket]) -> list[int]:
     """Return the filters in the order of the computed channels."""
     return [k for bucket in buckets for k in bucket.filters]
 
 
-def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
+def inverse_order(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
     """Return the indices that restore the order of the buckets' filters; None if they are in order."""
-    back = torch.tensor(in_turn(buckets), device=device).argsort()
+    back = torch.tensor(channel_order(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
 

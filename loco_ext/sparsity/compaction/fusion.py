@@ -11,7 +11,7 @@ from loco_ext.fx.operations import is_sum, only_user, operation
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
 
-HOLDERS = "holders"  # key in a sum's meta: positions of the terms that have its shape and dtype
+MATCHING_TERMS = "matching_terms"  # key in a sum's meta: positions of the terms that have its shape and dtype
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
             with graph.inserting_before(next(iter(graph.nodes)).next):
                 other = graph.placeholder("other")
             result = graph.call_function(torch.add, (result, other))
-            result.meta[HOLDERS] = (0, 1)
+            result.meta[MATCHING_TERMS] = (0, 1)
         if epilogue.relu:
             result = graph.call_function(torch.relu, (result,))
     output.args = (result,)
@@ -53,7 +53,7 @@ def fuse(network: fx.GraphModule) -> None:
     """Fuse what follows convolutions of mixed sizes into them."""
     modules = dict(network.named_modules())
     for node in list(network.graph.nodes):
-        if is_sum(node, modules) and node.meta.get(HOLDERS) == (0, 1) and node.args[0] is not node.args[1]:
+        if is_sum(node, modules) and node.meta.get(MATCHING_TERMS) == (0, 1) and node.args[0] is not node.args[1]:
             _fuse_sum(node)
     for node in list(network.graph.nodes):
         user = only_user(node)

@@ -12,7 +12,7 @@ from loco_ext.fx.modules import is_hooked
 from loco_ext.fx.operations import is_sum
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import HOLDERS, fuse, is_relu
+from loco_ext.sparsity.compaction.fusion import MATCHING_TERMS, fuse, is_relu
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS
 
 # Operations that compute their gradient without their result, so that it can be overwritten.
@@ -39,7 +39,9 @@ def _overwrite(network: fx.GraphModule) -> None:
         if node.op != "call_module" and is_in_place(node, modules):
             continue
         if node.op == "call_function" and is_sum(node, modules):
-            place = next((place for place in node.meta.get(HOLDERS, ()) if _is_free(node.args[place], modules)), None)
+            place = next(
+                (place for place in node.meta.get(MATCHING_TERMS, ()) if _is_free(node.args[place], modules)), None
+            )
             if place is not None:
                 node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
         elif is_relu(node, modules) and node.op == "call_module":

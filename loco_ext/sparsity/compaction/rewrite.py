@@ -15,9 +15,9 @@ from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, emit, in_turn, restoring
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order
 from loco_ext.sparsity.compaction.cut import cut
-from loco_ext.sparsity.compaction.fusion import HOLDERS, epilogue_of
+from loco_ext.sparsity.compaction.fusion import MATCHING_TERMS, epilogue_of
 from loco_ext.sparsity.compaction.overwrite import finish
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
 
@@ -120,8 +120,8 @@ class Rewriter:
         name = str(node.target)
         buckets = self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
-        order = in_turn(buckets)
-        back = None if free else restoring(buckets, convolution.weight.device)
+        order = channel_order(buckets)
+        back = None if free else inverse_order(buckets, convolution.weight.device)
         index = None if back is None else self._constant(node, "order", back)
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets, index)
         return result, order if index is None else sorted(order)
@@ -154,7 +154,7 @@ class Rewriter:
             terms[sources[1]] = self._take_channels(terms[sources[1]], index, self._axis(node))
         result = self._graph.node_copy(node, terms.__getitem__)
         alike = self._channels.same_size(*sources) and sources[0].meta["dtype"] == sources[1].meta["dtype"]
-        result.meta[HOLDERS] = (0, 1) if alike else ()
+        result.meta[MATCHING_TERMS] = (0, 1) if alike else ()
         return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
@@ -166,10 +166,10 @@ class Rewriter:
         if set(self._kept[part]) & set(kept):
             addend, rest = self._spread(node, part, kept, rest)
             result = self._graph.call_function(torch.add, (result, addend))
-            result.meta[HOLDERS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
+            result.meta[MATCHING_TERMS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
-            result.meta[HOLDERS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
+            result.meta[MATCHING_TERMS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
         return result
 
     def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:
