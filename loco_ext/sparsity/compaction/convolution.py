@@ -8,7 +8,7 @@ between the sides of an axis, and may be negative.
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,7 +20,6 @@ from loco_ext.fx.modules import Pads, bias_trains, paddings, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
@@ -37,7 +36,6 @@ class Convolution:
         bias: their biases, if any.
         channels: number of input channels, over all groups.
         channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
-        epilogue: operations that follow.
     """
 
     module: Any
@@ -45,7 +43,6 @@ class Convolution:
     bias: Tensor | None
     channels: int
     channels_last: bool
-    epilogue: Epilogue = field(default_factory=Epilogue)
 
     @property
     def axes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
@@ -27,8 +27,6 @@ from loco_ext.sparsity.compaction.convolution import (
     standalone,
     taps,
 )
-from loco_ext.sparsity.compaction.fusion import append
-from loco_ext.sparsity.compaction.overwrite import finish
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
@@ -127,8 +125,7 @@ def _times(
     fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
     if fresh:
         x = _example(kind, convolution)
-        inputs = (x, standalone(convolution, ways[0], free)(x)) if convolution.epilogue.sum else (x,)
-        calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
+        calls = [partial(standalone(convolution, way, free), x) for way in fresh.values()]
         _log.info("timing %d ways to compute %s", len(calls), _description(convolution, x))
         times = [min(values) for values in _samples(calls, x.device, _SECONDS_PER_WAY * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
@@ -140,14 +137,6 @@ def _description(convolution: Convolution, x: Tensor) -> str:
     return f"{len(convolution.weight)} filters of {kernel} on inputs of {'x'.join(map(str, x.shape))}"
 
 
-def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:
-    """Return a network that computes the convolution in this way, followed by its epilogue."""
-    network = standalone(convolution, way, free)
-    append(network, convolution.epilogue)
-    finish(network)
-    return network
-
-
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
     """Return a key of everything that a way's time depends on."""
     module = convolution.module
@@ -156,7 +145,7 @@ def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, An
     in_order = free or inverse_order(way, convolution.weight.device) is None
     weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
     example = _shape(kind, convolution), kind["dtype"], kind["device"], kind["channels_last"]
-    return example, layer, weight, buckets, in_order, convolution.epilogue
+    return example, layer, weight, buckets, in_order
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:

@@ -17,8 +17,7 @@ from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order
 from loco_ext.sparsity.compaction.cut import cut
-from loco_ext.sparsity.compaction.fusion import MATCHING_TERMS, epilogue_of
-from loco_ext.sparsity.compaction.overwrite import finish
+from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
@@ -43,7 +42,7 @@ class Rewriter:
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
 
     def build(self) -> fx.GraphModule:
-        """Return the smaller network, after the last passes over it."""
+        """Return the smaller network, after the last pass over it."""
         for node in self._channels.graph.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
@@ -101,19 +100,13 @@ class Rewriter:
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
-            convolution = self._as_convolution(node, layer.module, weight, bias, len(inputs))
+            convolution = Convolution(layer.module, weight, bias, len(inputs), node.meta["channels_last"])
             result, order = self._emit(node, source, convolution, free)
             self._kept[node] = [outputs[k] for k in order]
             border = border if border is None else border[:, order]
         if border is None:
             return result
         return self._graph.call_function(torch.add, (result, self._constant(node, "border", border)))
-
-    def _as_convolution(
-        self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None, channels: int
-    ) -> Convolution:
-        epilogue = epilogue_of(node, self._channels.info.modules)
-        return Convolution(module, weight, bias, channels, node.meta["channels_last"], epilogue)
 
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""
@@ -133,7 +126,8 @@ class Rewriter:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
-            convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias, len(kept))
+            weight = module.weight.detach()[kept]
+            convolution = Convolution(module, weight, bias, len(kept), node.meta["channels_last"])
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
