@@ -36,7 +36,7 @@ def count_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for module in {*model.modules()} for p in module.parameters(recurse=False))
 
 
-def unused(owner: nn.Module, name: str) -> str:
+def unused_name(owner: nn.Module, name: str) -> str:
     """Return the dotted name, lengthened until the owner has nothing else of that name."""
     path, _, last = name.rpartition(".")
     while hasattr(owner.get_submodule(path), last):

@@ -26,7 +26,7 @@ from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLin
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
-_MANY = 32  # directions from which on it pays to select each sample's live units
+_LEAST_DIRECTIONS = 32  # from so many on, selecting the live units of each sample saves time
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
@@ -285,7 +285,7 @@ class Frozen:
                     del found[source]
 
     def _affine_tangent(self, node: fx.Node, found: Mapping[fx.Node, Any], sources: list[fx.Node]) -> Any:
-        if self._reads_few_units(node, sources[0], found[sources[0]]):
+        if self._selects_live_units(node, sources[0], found[sources[0]]):
             return self._linear_of_live_units(node, sources[0], found[sources[0]])
         firsts = [_first(found[source]) for source in sources]
         count, samples = firsts[0].shape[0], max(first.shape[1] for first in firsts)
@@ -296,12 +296,14 @@ class Frozen:
         result = self.network.affine[node](self._call(node, Pass.TANGENT, rows))
         return _map_parts(lambda t: t.unflatten(0, (count, samples)), result)
 
-    def _reads_few_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
-        """Return whether a linear layer of vectors reads what ReLUs let through, in a pass that no gradient is for."""
+    def _selects_live_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
+        """Return whether to compute a linear layer behind a ReLU from the positive units of each sample alone."""
         names = operation(node, self.network.modules), operation(source, self.network.modules)
         if torch.is_grad_enabled() or names != ("linear", "relu"):
             return False
-        one_by_one = tangents.device.type == "cpu" and len(tangents) >= _MANY  # a GPU would wait for each sample
+        one_by_one = (
+            tangents.device.type == "cpu" and len(tangents) >= _LEAST_DIRECTIONS
+        )  # a GPU would wait for each sample
         return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def _decide(problem: SizeProblem, block: Block, now: State, price: float) -> boo
     count = counts[allowed][objectives[allowed].argmin()]
     stays = np.zeros(len(order), bool)
     stays[order[:count]] = True
-    now.counts[0, block.concerned] += block.reads @ (stays * 1.0 - now.stays[block.written])
+    now.counts[0, block.affected] += block.reads @ (stays * 1.0 - now.stays[block.written])
     now.stays[block.written] = stays
     changed = False
     for i, writes, chosen in zip(block.layers, block.writes, best, strict=True):
@@ -135,12 +135,12 @@ def _objectives(
         best: choices of the layers' filters that stay.
         lost: importance lost with each class that stays, less that which is lost if it goes.
     """
-    inputs, filters, taps = np.repeat(now.counts[:, block.concerned, None], len(order) + 1, 2)
+    inputs, filters, taps = np.repeat(now.counts[:, block.affected, None], len(order) + 1, 2)
     inputs += _sums(block.reads[:, order]) - (block.reads @ now.stays[block.written])[:, None]
     for place, (own, i) in enumerate(zip(block.own, block.layers, strict=True)):
         filters[own] = _sums(block.writers[place, order])
         taps[own] = _sums(block.summed(place, problem.layers[i].taps[best[place]])[order])
-    costs = problem.costs((inputs, filters, taps), block.concerned[:, None]).sum(0)
+    costs = problem.costs((inputs, filters, taps), block.affected[:, None]).sum(0)
     costs += _sums(problem.class_costs[block.written[order]])
     return _sums(lost[order]) + price * costs
 

@@ -14,7 +14,7 @@ from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import BudgetSearch, bounds, check_budget
+from loco_ext.sparsity.budget.shrink import BudgetSearch, check_budget, least_filters
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
@@ -120,7 +120,7 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least, self._round_to = bounds(self._structure, least), check_count("round_to", round_to, 1)
+        self._least, self._round_to = least_filters(self._structure, least), check_count("round_to", round_to, 1)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
@@ -128,8 +128,8 @@ class Budget:
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
         self._times: list[LayerTime] | None = None
         if self.cost == "latency":
-            self._times = _by_the_first_process(self._structure.times)
-            self._target = _by_the_first_process(self._first_target)
+            self._times = _on_rank_0(self._structure.times)
+            self._target = _on_rank_0(self._first_target)
         else:
             self._search().search(near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -154,7 +154,7 @@ class Budget:
         elif due:
             self._masks.restore()
             try:
-                self._set_sizes(_by_the_first_process(self._sizes_now))
+                self._set_sizes(_on_rank_0(self._sizes_now))
             finally:
                 self._masks.cut()
         if self.steps >= self.end:
@@ -319,8 +319,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
             raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
 
 
-def _by_the_first_process(find: Callable[[], Shared]) -> Shared:
-    """Return the first process's result in all processes, or raise its error in all of them."""
+def _on_rank_0(find: Callable[[], Shared]) -> Shared:
+    """Return the result of rank 0 in all processes, or raise its error in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return find()
     shared: list[Any] = [None, None]

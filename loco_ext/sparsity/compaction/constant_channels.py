@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.modules import bias_trains, paddings, unused
+from loco_ext.fx.modules import bias_trains, paddings, unused_name
 from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
@@ -164,7 +164,7 @@ def _passes_on(channels: Channels, node: fx.Node) -> bool:
 
 
 def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:
-    name = unused(network, f"{source.name}_live")
+    name = unused_name(network, f"{source.name}_live")
     network.register_buffer(name, torch.from_numpy(live).to(source.meta["device"]))
     with network.graph.inserting_before(before):
         index = network.graph.get_attr(name)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import Pads, bias_trains, paddings, unused
+from loco_ext.fx.modules import Pads, bias_trains, paddings, unused_name
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
@@ -154,7 +154,7 @@ def emit(
         order: indices that reorder the channels, as :func:`inverse_order` returns them.
     """
     several = len(buckets) > 1
-    targets = [unused(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
+    targets = [unused_name(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
     if any(bucket.mixed for bucket in buckets):
         return _emit_mixed(owner, graph, source, targets, convolution, buckets, order)
     result = _emit_each(owner, graph, source, targets, convolution, buckets)

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from loco_ext.fx.in_place import is_in_place, make_out_of_place
 from loco_ext.fx.modules import is_hooked
-from loco_ext.fx.operations import is_sum, operation
+from loco_ext.fx.operations import operation
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS
@@ -37,7 +37,8 @@ def _overwrite(network: fx.GraphModule) -> None:
     for node in network.graph.nodes:
         if node.op != "call_module" and is_in_place(node, modules):
             continue
-        if node.op == "call_function" and is_sum(node, modules):
+        name = operation(node, modules)
+        if node.op == "call_function" and name == "add" and len(node.args) == 2 and not node.kwargs:
             place = next(
                 (place for place in node.meta.get(MATCHING_TERMS, ()) if _is_free(node.args[place], modules)), None
             )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import bias_trains, unused
+from loco_ext.fx.modules import bias_trains, unused_name
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
@@ -241,7 +241,7 @@ class Rewriter:
 
     def _constant(self, node: fx.Node, what: str, value: Tensor) -> fx.Node:
         """Register the value as a buffer of the network and return the node that reads it."""
-        name = unused(self._owner, f"{node.name}_{what}")
+        name = unused_name(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
 
