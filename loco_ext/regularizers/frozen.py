@@ -301,10 +301,9 @@ class Frozen:
         names = operation(node, self.network.modules), operation(source, self.network.modules)
         if torch.is_grad_enabled() or names != ("linear", "relu"):
             return False
-        one_by_one = (
-            tangents.device.type == "cpu" and len(tangents) >= _LEAST_DIRECTIONS
-        )  # a GPU would wait for each sample
-        return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
+        if tangents.device.type != "cpu" or len(tangents) < _LEAST_DIRECTIONS:  # a GPU would wait for each sample
+            return False
+        return tangents.dim() == 3 and tangents.shape[1] == self.batch
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
         """Return the tangents of a linear layer, from those of only the units that are positive for each sample."""
