@@ -38,14 +38,12 @@ def within(problem: SizeProblem, budget: float) -> Sizes:
         if problem.cost(improved(problem, sizes, price, most_rounds=1)) > budget:
             break
         price /= _FALL
-    first, below = price, sizes
+    below = sizes
     while problem.cost(below) > budget:
         if price > end:
-            return [chosen.copy() for chosen in below]
+            return below
         sizes, price = below, price * _RISE
-        if (first, price) not in problem.passed:
-            problem.passed[first, price] = improved(problem, sizes, price, most_rounds=1)
-        below = problem.passed[first, price]
+        below = improved(problem, sizes, price, most_rounds=1)
     low, high = price / _RISE, price
     for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5

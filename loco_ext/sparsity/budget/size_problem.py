@@ -109,7 +109,6 @@ class SizeProblem:
     Attributes:
         reads: how many input channels of each layer are of each class, ``[layers, classes]``.
         blocks: the layers in groups, such that no class is written by layers of two groups.
-        passed: sizes at rising prices that the search for a budget has passed, by its first price and theirs.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class SizeProblem:
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
         self.blocks = [self._block(each) for each in _layers_that_share_classes(layers, len(fixed))]
-        self.passed: dict[tuple[float, float], Sizes] = {}
 
     @property
     def is_timed(self) -> bool:
