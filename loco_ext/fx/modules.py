@@ -36,7 +36,7 @@ def count_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for module in {*model.modules()} for p in module.parameters(recurse=False))
 
 
-def unused(owner: nn.Module, name: str) -> str:
+def unused_name(owner: nn.Module, name: str) -> str:
     """Return the dotted name, lengthened until the owner has nothing else of that name."""
     path, _, last = name.rpartition(".")
     while hasattr(owner.get_submodule(path), last):
@@ -47,6 +47,12 @@ def unused(owner: nn.Module, name: str) -> str:
 def bias_trains(layer: Any) -> bool:
     """Return whether the bias of a layer that replaces this one requires a gradient: as its own, or else its weight."""
     return (layer.weight if layer.bias is None else layer.bias).requires_grad
+
+
+def per_axis(option: Any, axes: int) -> tuple[Any, ...]:
+    """Return an option of a convolution or a pooling for each axis, given for each axis or once for all of them."""
+    values = tuple(option) if isinstance(option, tuple | list) else (option,)
+    return values if len(values) == axes else values * axes
 
 
 def paddings(module: Any) -> Pads:

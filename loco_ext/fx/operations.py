@@ -78,11 +78,6 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def is_sum(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether the node adds up two terms."""
-    return operation(node, modules) == "add" and len(node.args) == 2 and not node.kwargs
-
-
 def axes_in_order(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[int]:
     """Return the source's axis for each axis of a permutation's result; [] for any other node.
 

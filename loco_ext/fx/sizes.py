@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.branches import length
-from loco_ext.fx.modules import has_forward_hooks, paddings
+from loco_ext.fx.modules import has_forward_hooks, paddings, per_axis
 from loco_ext.fx.operations import (
     ADAPTIVE_POOLS,
     ARITHMETIC,
@@ -370,11 +370,6 @@ def _picked(sizes: Sizes, place: Any) -> Size | Sizes | None:
     return sizes[place] if isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
 
 
-def _each(option: Any, axes: int) -> tuple[Any, ...]:
-    """Return a layer's option for each of its axes."""
-    return tuple(option) if isinstance(option, tuple | list) else (option,) * axes
-
-
 def _convolved(call: _Call) -> Sizes:
     layer, axes = call.module, call.module.weight.dim() - 2
     options = zip(layer.kernel_size, layer.stride, layer.dilation, map(sum, paddings(layer)), strict=True)
@@ -401,7 +396,7 @@ def _pooled(call: _Call, name: str) -> Sizes | None:
     stride, padding = call.option(1, "stride") or kernel_size, call.option(2, "padding", 0)
     dilation = call.option(3, "dilation", 1) if largest else 1
     ceil = call.option(4 if largest else 3, "ceil_mode", False)
-    options = zip(*(_each(option, axes) for option in (kernel_size, stride, dilation, padding)), strict=True)
+    options = zip(*(per_axis(option, axes) for option in (kernel_size, stride, dilation, padding)), strict=True)
     lengths = (
         call.unknowns.windows(size, k, s, d, 2 * p, ceil)
         for size, (k, s, d, p) in zip(call.sizes[-axes:], options, strict=True)
@@ -410,7 +405,7 @@ def _pooled(call: _Call, name: str) -> Sizes | None:
 
 
 def _adapted(call: _Call, axes: int) -> Sizes | None:
-    given = _each(call.option(0, "output_size"), axes)
+    given = per_axis(call.option(0, "output_size"), axes)
     if not all(length is None or isinstance(length, int) for length in given):
         return None
     lengths = (old if new is None else _size(new) for old, new in zip(call.sizes[-axes:], given, strict=True))
@@ -420,10 +415,10 @@ def _adapted(call: _Call, axes: int) -> Sizes | None:
 def _upsampled(call: _Call) -> Sizes:
     layer, sizes = call.module, call.sizes
     if layer.size is not None:
-        return (*sizes[:2], *(_size(int(length)) for length in _each(layer.size, len(sizes) - 2)))
+        return (*sizes[:2], *(_size(int(length)) for length in per_axis(layer.size, len(sizes) - 2)))
     lengths = (
         size * int(scale) if scale == int(scale) else call.unknowns.defined_by(("scaled", size, scale))
-        for size, scale in zip(sizes[2:], _each(layer.scale_factor, len(sizes) - 2), strict=True)
+        for size, scale in zip(sizes[2:], per_axis(layer.scale_factor, len(sizes) - 2), strict=True)
     )
     return (*sizes[:2], *lengths)
 

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode for the duration of a with block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,14 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode and restore the mode of each module on exit."""
+    """Switch the model to evaluation mode and restore the mode of each module on exit.
+
+    Flags are set one by one: a model's own ``train()`` may do more.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        for module, _ in modes:
+            module.training = False
         yield
     finally:
         for module, training in modes:

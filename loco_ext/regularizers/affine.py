@@ -174,7 +174,7 @@ def _sum_of_two(call: AffineCall, sign: int) -> Tensor:
         raise call.refuse()
     one, other = call.args
     constant = None if all(call.depends) else call.args[call.depends[0]]
-    shape = _shared(call, constant).shape if isinstance(constant, Tensor) else ()
+    shape = _same_for_all_samples(call, constant).shape if isinstance(constant, Tensor) else ()
     if call.kind is Pass.VALUE:
         return one + sign * factor * other
     sign = 1 if call.kind is Pass.DEPENDENCE else sign * factor
@@ -190,14 +190,14 @@ def _product(call: AffineCall) -> Tensor:
         raise call.refuse()
     factor, x = (call.args[1], call.args[0]) if call.depends[0] else call.args
     if isinstance(factor, Tensor):
-        factor = call.weight(_shared(call, factor, x.dim()))
+        factor = call.weight(_same_for_all_samples(call, factor, x.dim()))
     elif call.kind is Pass.DEPENDENCE:
         factor = 1
     return x / factor if name == "div" else x * factor
 
 
-def _shared(call: AffineCall, constant: Tensor, dims: int | None = None) -> Tensor:
-    """Return a constant, which has to be the same for all samples."""
+def _same_for_all_samples(call: AffineCall, constant: Tensor, dims: int | None = None) -> Tensor:
+    """Return the constant; raise if it has an axis of samples."""
     if constant.dim() and constant.shape[0] != 1 and constant.dim() >= (dims or call.args[not call.depends[0]].dim()):
         raise call.refuse(f"a constant for each sample of the batch: {call.description}")
     return constant

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from loco_ext.fx.modules import per_axis
 from loco_ext.fx.operations import ADAPTIVE_POOLS, POOLS, operation
 from loco_ext.regularizers.affine import AffineCall
 
@@ -104,9 +105,9 @@ def _max_pool(call: AffineCall) -> Bend:
     axes = POOLS[name]
     if call.option(5, "return_indices", False) or x.dim() != axes + 2:
         raise call.refuse()
-    kernel = _each(call.option(0, "kernel_size"), axes)
-    stride = _each(call.option(1, "stride") or kernel, axes)
-    padding, dilation = _each(call.option(2, "padding", 0), axes), _each(call.option(3, "dilation", 1), axes)
+    kernel = per_axis(call.option(0, "kernel_size"), axes)
+    stride = per_axis(call.option(1, "stride") or kernel, axes)
+    padding, dilation = per_axis(call.option(2, "padding", 0), axes), per_axis(call.option(3, "dilation", 1), axes)
     ceil = call.option(4, "ceil_mode", False)
     pooled: Any = getattr(functional, f"max_pool{axes}d")
     counts = pooled(x.detach()[:1], kernel, stride, padding, dilation, ceil_mode=ceil).shape[2:]
@@ -115,7 +116,7 @@ def _max_pool(call: AffineCall) -> Bend:
 
 def _adaptive_max_pool(call: AffineCall) -> Bend:
     axes = ADAPTIVE_POOLS[operation(call.node, call.modules)]
-    if set(_each(call.option(0, "output_size"), axes)) != {1} or call.option(1, "return_indices", False):
+    if set(per_axis(call.option(0, "output_size"), axes)) != {1} or call.option(1, "return_indices", False):
         raise call.refuse(f"adaptive max-pooling to more than one pixel at {call.node.target}")
     size = tuple(call.args[0].shape[2:])
     return _largest(call.args[0], _Windows(size, size, (0,) * axes, (1,) * axes, (1,) * axes))
@@ -161,11 +162,6 @@ def _largest(x: Tensor, windows: _Windows) -> Bend:
         return windows.of(t, 0.0).amax(-1)
 
     return Bend(largest.squeeze(-1), distances, index.squeeze(-1), others, tangents, dependence)
-
-
-def _each(option: Any, axes: int) -> tuple[int, ...]:
-    values = tuple(option) if isinstance(option, tuple | list) else (option,)
-    return values if len(values) == axes else values * axes
 
 
 BendingRule = Callable[[AffineCall], Bend]

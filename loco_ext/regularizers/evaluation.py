@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loco_ext.argument_checks import check_module, check_tensor
+from loco_ext.nn.modes import evaluating
 
 _ONE_THREAD_MEASURES = threading.RLock()
 
@@ -20,17 +21,13 @@ _ONE_THREAD_MEASURES = threading.RLock()
 def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
 
-    Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly, and
-    attention by torch's own operations, because only these can be differentiated twice. Hooks of parameters do not run:
-    they are for the gradient of the training loss. What is switched belongs to the model or to the process, so that
-    another thread waits until this one has measured.
+    Compiled parts of the model run eagerly, and attention by torch's own operations, because only these can be
+    differentiated twice. Hooks of parameters do not run: they are for the gradient of the training loss. What is
+    switched belongs to the model or to the process, so that another thread waits until this one has measured.
     """
-    with _ONE_THREAD_MEASURES:
-        modes = [(module, module.training) for module in model.modules()]
+    with _ONE_THREAD_MEASURES, evaluating(model):
         hooks = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
         try:
-            for module, _ in modes:
-                module.training = False
             for parameter, _ in hooks:
                 parameter._backward_hooks = None
             with (
@@ -43,8 +40,6 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
             ):
                 yield
         finally:
-            for module, training in modes:
-                module.training = training
             for parameter, own in hooks:
                 parameter._backward_hooks = own
 

@@ -26,7 +26,7 @@ from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLin
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
-_MANY = 32  # directions from which on it pays to select each sample's live units
+_LEAST_DIRECTIONS = 32  # from so many on, selecting the live units of each sample saves time
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
@@ -215,7 +215,7 @@ class Frozen:
         for node in network.nodes:
             self._find_constants(node, values)
             values[node] = self._value(node, values)
-            self.shapes[node] = _each(lambda value: value.shape[1:], values[node])
+            self.shapes[node] = _map_parts(lambda value: value.shape[1:], values[node])
         bends = [bend.distances[:1].numel() for bend in self.bends.values()]
         self.elements = (
             sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(bends) + 3 * max(bends, default=0)
@@ -285,24 +285,25 @@ class Frozen:
                     del found[source]
 
     def _affine_tangent(self, node: fx.Node, found: Mapping[fx.Node, Any], sources: list[fx.Node]) -> Any:
-        if self._reads_few_units(node, sources[0], found[sources[0]]):
+        if self._selects_live_units(node, sources[0], found[sources[0]]):
             return self._linear_of_live_units(node, sources[0], found[sources[0]])
         firsts = [_first(found[source]) for source in sources]
         count, samples = firsts[0].shape[0], max(first.shape[1] for first in firsts)
 
         def rows(source: fx.Node) -> Any:
-            return _each(lambda t: t.expand(-1, samples, *t.shape[2:]).flatten(0, 1), found[source])
+            return _map_parts(lambda t: t.expand(-1, samples, *t.shape[2:]).flatten(0, 1), found[source])
 
         result = self.network.affine[node](self._call(node, Pass.TANGENT, rows))
-        return _each(lambda t: t.unflatten(0, (count, samples)), result)
+        return _map_parts(lambda t: t.unflatten(0, (count, samples)), result)
 
-    def _reads_few_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
-        """Return whether a linear layer of vectors reads what ReLUs let through, in a pass that no gradient is for."""
+    def _selects_live_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
+        """Return whether to compute a linear layer behind a ReLU from the positive units of each sample alone."""
         names = operation(node, self.network.modules), operation(source, self.network.modules)
         if torch.is_grad_enabled() or names != ("linear", "relu"):
             return False
-        one_by_one = tangents.device.type == "cpu" and len(tangents) >= _MANY  # a GPU would wait for each sample
-        return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
+        if tangents.device.type != "cpu" or len(tangents) < _LEAST_DIRECTIONS:  # a GPU would wait for each sample
+            return False
+        return tangents.dim() == 3 and tangents.shape[1] == self.batch
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
         """Return the tangents of a linear layer, from those of only the units that are positive for each sample."""
@@ -330,7 +331,7 @@ class Frozen:
                 yield node, found[node]
             else:
                 call = self._call(node, Pass.DEPENDENCE, found.__getitem__)
-                found[node] = _each(lambda t: (t > 0).to(pixels.dtype), self.network.affine[node](call))
+                found[node] = _map_parts(lambda t: (t > 0).to(pixels.dtype), self.network.affine[node](call))
             for source in sources:
                 if self._last_use[source] is node:
                     del found[source]
@@ -359,8 +360,8 @@ class Frozen:
         return [node for node in self.network.before_bends if node in reached and node not in starts]
 
 
-def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a tensor, or to each of several that an operation has returned."""
+def _map_parts(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the result of an operation: to a tensor, or to each part of a tuple of them."""
     return tuple(map(function, value)) if type(value) in (tuple, list) else function(value)
 
 

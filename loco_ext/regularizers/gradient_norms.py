@@ -197,15 +197,12 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
         live: which rows count for each sample, ``[N, units]``.
         most: number of directions at once; up to this number, each sample may have its own factor.
     """
-    places = live.any(0).nonzero().flatten()
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
-        if len(weight) <= most:
-            factor = _factor_of_each(_kept_gram(weight), live, torch.arange(len(weight), device=weight.device))
-        else:
-            factor = _factor_of_each(_gram(weight[places]), live, places)
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(weight) <= most:
+        factor = _factor_of_each(_cached_gram(weight), live)
         if factor is not None:
             yield factor
             return
+    places = live.any(0).nonzero().flatten()
     shared = torch.linalg.qr(weight[places].mT, mode="r").R
     factor = weight.new_zeros(max(1, len(shared)), 1, len(weight))
     factor[: len(shared), 0, places] = shared
@@ -213,37 +210,32 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
         yield part * live.to(factor.dtype)
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """Return the products of the rows with each other, in float64."""
-    double = rows.detach().double()
-    return double @ double.mT
-
-
-def _kept_gram(weight: Tensor) -> Tensor:
-    """Return ``W W^T`` in float64, found again only if the weight has other numbers than at the last call."""
-    known = _GRAMS.get(weight)
-    if known is not None and torch.equal(known[0], weight):
-        return known[1]
-    gram = _gram(weight)
+def _cached_gram(weight: Tensor) -> Tensor:
+    """Return ``W W^T`` in float64, computed anew only if the weight has other numbers than at the last call."""
+    cached = _GRAMS.get(weight)
+    if cached is not None and torch.equal(cached[0], weight):
+        return cached[1]
+    double = weight.detach().double()
+    gram = double @ double.mT
     _GRAMS[weight] = weight.detach().clone(), gram
     return gram
 
 
-def _factor_of_each(gram: Tensor, live: Tensor, places: Tensor) -> Tensor | None:
-    """Return the float32 factor of each sample, or None if rows of the weight depend on each other.
+def _factor_of_each(gram: Tensor, live: Tensor) -> Tensor | None:
+    """Return a factor of the live rows of each sample, float32, or None if rows of the weight depend on each other.
 
     They are Cholesky factors in float64, whose errors are smaller than those of a QR decomposition in float32 would be
     and which are found in less time.
 
     Args:
-        gram: products of the rows at ``places``.
-        live: which rows count for each sample, ``[N, units]``; all of them are at ``places``.
+        gram: products of the rows with each other.
+        live: which rows count for each sample, ``[N, units]``.
     """
     factor = gram.new_zeros(max(1, int(live.sum(1).max())), *live.shape, dtype=torch.float32)
-    for sample, each in enumerate(live[:, places]):
+    for sample, each in enumerate(live):
         own = each.nonzero().flatten()
         lower, failed = torch.linalg.cholesky_ex(gram[own][:, own])
         if failed:
             return None
-        factor[: len(own), sample].index_copy_(1, places[own], lower.mT.float())
+        factor[: len(own), sample].index_copy_(1, own, lower.mT.float())
     return factor

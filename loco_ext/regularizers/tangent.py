@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from loco_ext.fx.modules import per_axis
 from loco_ext.regularizers.input_gradients import InputGradients, input_gradients
 from loco_ext.regularizers.routes import Gradients, Pull, double_backward, pull_back
 
@@ -204,19 +205,15 @@ def _convolve(
     groups: int = 1,
 ) -> Tensor:
     axes = _CONVOLUTIONS[func]
-    stride, dilation = _for_each(axes, stride), _for_each(axes, dilation)
+    stride, dilation = per_axis(stride, axes), per_axis(dilation, axes)
     if isinstance(padding, str):
         spans = [0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         padding = padding if any(span % 2 for span in spans) else [span // 2 for span in spans]
     if isinstance(padding, str) or input.dim() != axes + 2:
         return func(input, weight, bias, stride, padding, dilation, groups)
-    geometry = stride, _for_each(axes, padding), dilation, groups
+    geometry = stride, per_axis(padding, axes), dilation, groups
     layer = _Convolution(lambda x, w, b: func(x, w, b, *geometry), *geometry)
     return _Layer.apply(passes, layer, input, weight, bias)
-
-
-def _for_each(axes: int, value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(value) == 1 else 1)
 
 
 def _normalise(

@@ -21,7 +21,6 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 
 _FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
 _RISE = 1.25  # factor between one price and the next
-_RAMP = 40  # number of prices to pass through on the way up or down to the wanted price
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
 _BISECTIONS, _MOST_ROUNDS = 16, 20
 
@@ -39,14 +38,12 @@ def within(problem: SizeProblem, budget: float) -> Sizes:
         if problem.cost(improved(problem, sizes, price, most_rounds=1)) > budget:
             break
         price /= _FALL
-    first, below = price, sizes
+    below = sizes
     while problem.cost(below) > budget:
         if price > end:
-            return [chosen.copy() for chosen in below]
+            return below
         sizes, price = below, price * _RISE
-        if (first, price) not in problem.passed:
-            problem.passed[first, price] = improved(problem, sizes, price, most_rounds=1)
-        below = problem.passed[first, price]
+        below = improved(problem, sizes, price, most_rounds=1)
     low, high = price / _RISE, price
     for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5
@@ -55,20 +52,7 @@ def within(problem: SizeProblem, budget: float) -> Sizes:
             below, high = found, middle
         else:
             sizes, low = found, middle
-    best = best_at(problem, high)
-    if problem.cost(best) <= budget and problem.value(best, high) < problem.value(below, high):
-        below = best
     return exchanged(problem, filled(problem, below, budget, high), budget, high)
-
-
-def best_at(problem: SizeProblem, price: float) -> Sizes:
-    """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
-    up, down = problem.whole(), improved(problem, problem.whole(), price * _RISE**_RAMP)
-    for factor in _RISE ** np.arange(_RAMP, 0, -1):
-        up = improved(problem, up, price / factor, most_rounds=1)
-        down = improved(problem, down, price * factor, most_rounds=1)
-    found = [improved(problem, start, price) for start in (up, down, problem.whole())]
-    return min(found, key=lambda sizes: problem.value(sizes, price))
 
 
 def improved(problem: SizeProblem, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS) -> Sizes:
@@ -114,7 +98,7 @@ def _decide(problem: SizeProblem, block: Block, now: State, price: float) -> boo
     count = counts[allowed][objectives[allowed].argmin()]
     stays = np.zeros(len(order), bool)
     stays[order[:count]] = True
-    now.counts[0, block.concerned] += block.reads @ (stays * 1.0 - now.stays[block.written])
+    now.counts[0, block.affected] += block.reads @ (stays * 1.0 - now.stays[block.written])
     now.stays[block.written] = stays
     changed = False
     for i, writes, chosen in zip(block.layers, block.writes, best, strict=True):
@@ -149,12 +133,12 @@ def _objectives(
         best: choices of the layers' filters that stay.
         lost: importance lost with each class that stays, less that which is lost if it goes.
     """
-    inputs, filters, taps = np.repeat(now.counts[:, block.concerned, None], len(order) + 1, 2)
+    inputs, filters, taps = np.repeat(now.counts[:, block.affected, None], len(order) + 1, 2)
     inputs += _sums(block.reads[:, order]) - (block.reads @ now.stays[block.written])[:, None]
     for place, (own, i) in enumerate(zip(block.own, block.layers, strict=True)):
         filters[own] = _sums(block.writers[place, order])
         taps[own] = _sums(block.summed(place, problem.layers[i].taps[best[place]])[order])
-    costs = problem.costs((inputs, filters, taps), block.concerned[:, None]).sum(0)
+    costs = problem.costs((inputs, filters, taps), block.affected[:, None]).sum(0)
     costs += _sums(problem.class_costs[block.written[order]])
     return _sums(lost[order]) + price * costs
 

@@ -14,7 +14,7 @@ from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.penalty import CostPenalty
-from loco_ext.sparsity.budget.shrink import BudgetSearch, bounds, check_budget
+from loco_ext.sparsity.budget.shrink import BudgetSearch, check_budget, least_filters
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
@@ -26,8 +26,8 @@ _STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, 
 _STATE |= {"sizes": list | None, "penalty": tuple | list | None}
 _ADDED: dict[str, Any] = {"round_to": int, "begin": int, "end": int, "budget": tuple | list}  # older states lack them
 
-_ANY = 1e-3  # value of what is zero and may be trained
-_MEMORY = 0.99  # decay of the importance from one step to the next
+_NONZERO = 1e-3  # stands for zeros that may be trained
+_DECAY = 0.99  # decay of the importance from one step to the next
 
 
 class Budget:
@@ -120,16 +120,16 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least, self._round_to = bounds(self._structure, least), check_count("round_to", round_to, 1)
+        self._least, self._round_to = least_filters(self._structure, least), check_count("round_to", round_to, 1)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
-        self._hold(None)
+        self._set_sizes(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
         self._times: list[LayerTime] | None = None
         if self.cost == "latency":
-            self._times = _by_the_first_process(self._structure.times)
-            self._target = _by_the_first_process(self._start)
+            self._times = _on_rank_0(self._structure.times)
+            self._target = _on_rank_0(self._first_target)
         else:
             self._search().search(near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -144,7 +144,7 @@ class Budget:
         """
         self.steps += 1
         if self.steps <= self.end and self.importance == "taylor":
-            self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
+            self._taylor.add(lambda parameter: parameter.grad, _DECAY)
         every = max(1, -(-(self.end - self.begin) // self.updates))
         due = self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0
         if self._penalty is not None and self.begin <= self.steps < self.end:
@@ -154,7 +154,7 @@ class Budget:
         elif due:
             self._masks.restore()
             try:
-                self._hold(_by_the_first_process(self._due))
+                self._set_sizes(_on_rank_0(self._sizes_now))
             finally:
                 self._masks.cut()
         if self.steps >= self.end:
@@ -200,7 +200,7 @@ class Budget:
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
         self.begin, self.end = self._span(state)
         self._round_to = state.get("round_to", self._round_to)
-        self._hold(None if sizes is None else _arrays(sizes))
+        self._set_sizes(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
             self._penalty.load(state["penalty"])
@@ -258,7 +258,7 @@ class Budget:
         end = state.get("end", max(1, min(self.end, steps)) if ended else self.end)
         return state.get("begin", min(self.begin, end)), end
 
-    def _hold(self, sizes: Sizes | None) -> None:
+    def _set_sizes(self, sizes: Sizes | None) -> None:
         """Keep filters at these sizes from now on; None leaves them whole."""
         self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
@@ -275,7 +275,7 @@ class Budget:
             lost = self._taylor.lost()
         return self._structure.problem(self.cost, lost, self._least, self._round_to, self._times)
 
-    def _due(self) -> Sizes | None:
+    def _sizes_now(self) -> Sizes | None:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted.
 
         All filters stay whole as long as no gradients have been finite, as in GradScaler's first steps.
@@ -287,7 +287,7 @@ class Budget:
         problem = self._problem()
         return within(problem, self.share_wanted * problem.whole_cost)
 
-    def _start(self) -> float:
+    def _first_target(self) -> float:
         """Return the count that should meet the latency, a share; raise ValueError if the cheapest network does not."""
         search = self._search()
         search.check()
@@ -301,7 +301,7 @@ class Budget:
         """
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         for parameter in model.parameters():
-            parameter.masked_fill_(parameter == 0, _ANY)
+            parameter.masked_fill_(parameter == 0, _NONZERO)
         return BudgetSearch(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 
 
@@ -319,8 +319,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
             raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
 
 
-def _by_the_first_process(find: Callable[[], Shared]) -> Shared:
-    """Return the first process's result in all processes, or raise its error in all of them."""
+def _on_rank_0(find: Callable[[], Shared]) -> Shared:
+    """Return the result of rank 0 in all processes, or raise its error in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return find()
     shared: list[Any] = [None, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes, State
+from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes, State
 from loco_ext.sparsity.compaction.constants import Floats
 
 Change = tuple[int, int, int]  # layer, filter, choice
@@ -16,20 +16,21 @@ Addition = tuple[float, list[Change]]  # the importance won for each unit of cos
 _MOST_FAILED = 64  # additions that did not fit, one by one, after which no more are tried
 
 
-def filled(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
-    """Return the sizes with rings and channels added as long as any fit into the budget."""
-    after = _filled_once(problem, sizes, budget, price)
+def filled(problem: SizeProblem, sizes: Sizes, budget: float, price: float, unchanged: Block | None = None) -> Sizes:
+    """Return the sizes with rings and channels added, as long as any fit into the budget, to all but one block."""
+    after = _filled_once(problem, sizes, budget, price, unchanged)
     while not all(map(np.array_equal, after, sizes)):
-        sizes, after = after, _filled_once(problem, after, budget, price)
+        sizes, after = after, _filled_once(problem, after, budget, price, unchanged)
     return after
 
 
-def _filled_once(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
+def _filled_once(problem: SizeProblem, sizes: Sizes, budget: float, price: float, unchanged: Block | None) -> Sizes:
     """Return the sizes with additions in order, several at a time, without those that do not fit."""
     now = problem.state([chosen.copy() for chosen in sizes])
-    additions = sorted(
-        _more_rings(problem, now) + _more_channels(problem, now, price), key=lambda addition: -addition[0]
-    )
+    additions = _more_rings(problem, now) + _more_channels(problem, now, price)
+    if unchanged is not None:
+        additions = [each for each in additions if each[1][0][0] not in unchanged.layers]
+    additions.sort(key=lambda addition: -addition[0])
     sizes, place, several, failed = now.sizes, 0, len(additions), 0
     while place < len(additions) and failed < _MOST_FAILED:
         several = min(several, len(additions) - place)

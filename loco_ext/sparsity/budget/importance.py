@@ -61,7 +61,7 @@ class Taylor:
 
     def __init__(self, structure: Structure) -> None:
         self._layers = structure.layers
-        self._outside = [_outside(layer) for layer in structure.layers]
+        self._removed_taps = [_removed_taps(layer) for layer in structure.layers]
         self._shapes = {layer.name: (len(layer.module.weight), len(layer.taps)) for layer in structure.layers}
         self._with_gradient: set[str] = set()
         device = structure.layers[0].module.weight.device
@@ -80,14 +80,14 @@ class Taylor:
         Nothing is done if they are not all finite. Without synchronisation.
         """
         changes = []
-        for layer, outside in zip(self._layers, self._outside, strict=True):
+        for layer, removed in zip(self._layers, self._removed_taps, strict=True):
             given = gradient(layer.module.weight)
             if given is None:
-                changes.append(outside.new_zeros(self._shapes[layer.name]))
+                changes.append(removed.new_zeros(self._shapes[layer.name]))
                 continue
             self._with_gradient.add(layer.name)
             products = _by_tap(layer.module.weight * given)
-            changes.append(products @ outside.to(products))
+            changes.append(products @ removed.to(products))
             scale = None if layer.norm is None or layer.norm.weight is None else gradient(layer.norm.weight)
             owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
             if scale is not None:
@@ -194,7 +194,7 @@ def _value(model: Callable[[Any], Any], batch: Any, loss: Loss) -> Tensor:
     return value
 
 
-def _outside(layer: PrunableLayer) -> Tensor:
+def _removed_taps(layer: PrunableLayer) -> Tensor:
     """Return which taps each choice lacks, ``(taps, choices)``, as numbers of the weight's type."""
     rings = torch.from_numpy(layer.rings)
     return (rings[:, None] < torch.arange(len(layer.taps))).to(layer.module.weight)

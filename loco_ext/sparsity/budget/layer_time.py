@@ -14,7 +14,6 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Convolution
 from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_linear
 from loco_ext.sparsity.compaction.disjoint_set import Integers
-from loco_ext.sparsity.compaction.fusion import Epilogue
 from loco_ext.sparsity.compaction.roles import is_depthwise
 
 
@@ -54,7 +53,7 @@ class LayerTimes:
 
 @torch.no_grad()
 def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
-    """Return the times of a convolution or linear layer, with a ReLU behind a convolution.
+    """Return the times of a convolution or linear layer.
 
     Args:
         module: the layer, with a weight ``(C_out, C_in/groups, *kernel_size)``.
@@ -73,7 +72,7 @@ def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
         if is_linear:
             return seconds_of_linear(some.contiguous(), bias[:count], kind)
         channels = count if alone else width * module.groups
-        convolution = Convolution(module, some, bias[:count], channels, kind["channels_last"], Epilogue(relu=True))
+        convolution = Convolution(module, some, bias[:count], channels, kind["channels_last"])
         return seconds_of(convolution, kind)
 
     table = np.asarray([[seconds(width, count) for count in filters] for width in inputs])

@@ -52,8 +52,8 @@ def shrink_to(
 
     A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
     includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
-    price is the smallest that meets the budget. The rest of the budget is then filled up, and channels and rings are
-    exchanged between layers until that no longer helps.
+    price is the smallest that meets the budget. Then rings and channels are added as long as any fit into the rest of
+    the budget, and layers of networks with few channels exchange channels as long as that helps.
 
     Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
     are not folded.
@@ -85,7 +85,7 @@ def shrink_to(
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget. It costs at least 99 % of the
-        budget, unless every exchange that fills it loses more importance, as in networks of few channels.
+        budget, unless what would fill it loses more importance, as in networks of few channels.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
@@ -111,7 +111,7 @@ def shrink_to(
     inputs = check_inputs(model, example_inputs)
     dense = copied(unwrapped(model)).eval()
     structure = structure_of(dense, inputs, kind, granularity, skip)
-    rounded, kept = check_count("round_to", round_to, 1), bounds(structure, least)
+    rounded, kept = check_count("round_to", round_to, 1), least_filters(structure, least)
     run = dense if len(inputs) == 1 else lambda given: dense(*given)
     lost = _lost(structure, run, importance, batches, loss)
     problem = structure.problem(cost, lost, kept, rounded, structure.times() if cost == "latency" else None)
@@ -135,7 +135,7 @@ def check_budget(**budgets: float | None) -> tuple[str, float]:
     return name, share
 
 
-def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
+def least_filters(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
     """Return the number of filters that each layer keeps at least."""
     filters = {layer.name: len(layer.module.weight) for layer in structure.layers}
     given = least if isinstance(least, Mapping) else dict.fromkeys(filters, least)
@@ -212,7 +212,7 @@ class BudgetSearch:
         """Raise UnreachableError unless the cheapest network meets the budget."""
         least = self._reached(self._network(self.sizes(0.0))[1])
         if least > self.share:
-            raise self._beyond(least)
+            raise self._unreachable(least)
 
     def search(self, target: float | None = None, near: float = _NEAR) -> Found:
         """Return a network that meets the budget and loses as little importance as is found.
@@ -257,10 +257,10 @@ class BudgetSearch:
             guess, stuck = min(1.0, target * self.share / reached), found is None and tried >= _GUESSES
             target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if found is None:
-            raise self._beyond(least)
+            raise self._unreachable(least)
         return found
 
-    def _beyond(self, least: float) -> UnreachableError:
+    def _unreachable(self, least: float) -> UnreachableError:
         """Return the error of a budget that cannot be met; it names the least, rounded up."""
         least, rest = min(1.0, (1 + _ROUNDING) * least), self.problem.rest / self.problem.whole_cost
         why = f" ({rest:.1%} are outside of layers that can be made smaller)" if rest and self.cost == "macs" else ""

@@ -62,9 +62,9 @@ class Block:
         writes: for each of the layers, the place in ``written`` of each filter's class, ``[C_out]``.
         writers: how many filters of each layer write each class, ``[n, w]``.
         gone: importance that is lost with each class, ``[w]``.
-        concerned: these layers and those that read the classes, by index, ascending, ``[c]``.
-        own: places of ``layers`` in ``concerned``, ``[n]``.
-        reads: how many input channels of each layer that is concerned are of each class, ``[c, w]``.
+        affected: these layers and those that read the classes, by index, ascending, ``[a]``.
+        own: places of ``layers`` in ``affected``, ``[n]``.
+        reads: how many input channels of each affected layer are of each class, ``[a, w]``.
     """
 
     layers: list[int]
@@ -72,7 +72,7 @@ class Block:
     writes: list[Integers]
     writers: Floats
     gone: Floats
-    concerned: Integers
+    affected: Integers
     own: Integers
     reads: Floats
 
@@ -109,7 +109,6 @@ class SizeProblem:
     Attributes:
         reads: how many input channels of each layer are of each class, ``[layers, classes]``.
         blocks: the layers in groups, such that no class is written by layers of two groups.
-        passed: sizes at rising prices that the search for a budget has passed, by its first price and theirs.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class SizeProblem:
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
         self.blocks = [self._block(each) for each in _layers_that_share_classes(layers, len(fixed))]
-        self.passed: dict[tuple[float, float], Sizes] = {}
 
     @property
     def is_timed(self) -> bool:
@@ -169,10 +167,6 @@ class SizeProblem:
         """Return the importance that is lost with these sizes."""
         return float(sum(layer.lost_with(chosen).sum() for layer, chosen in zip(self.layers, sizes, strict=True)))
 
-    def value(self, sizes: Sizes, price: float) -> float:
-        """Return the objective that is minimised: the importance lost plus price * cost."""
-        return self.lost(sizes) + price * self.cost(sizes)
-
     def costs(self, counts: Floats | tuple[Floats, Floats, Floats | float], layers: Integers | None = None) -> Floats:
         """Return what layers cost with numbers of input channels, of filters, and of taps of all filters, ``[3, ...]``.
 
@@ -210,7 +204,7 @@ class SizeProblem:
             counts: numbers of input channels, filters and taps, ``[3, layers]``.
             block: only the classes that it writes; by default all.
         """
-        layers, reads = (self._all, self.reads) if block is None else (block.concerned, block.reads)
+        layers, reads = (self._all, self.reads) if block is None else (block.affected, block.reads)
         own = self.class_costs if block is None else self.class_costs[block.written]
         _, filters, taps = counts[:, layers]
         if self._times is None:
@@ -222,16 +216,16 @@ class SizeProblem:
         return own + reading @ reads
 
     def _block(self, layers: list[int]) -> Block:
-        """Return what the decision of layers depends on that write the same classes."""
+        """Return the block of some layers that write the same classes, and what its decision depends on."""
         writes = [self.layers[i].writes for i in layers]
         written = np.unique(np.concatenate(writes))
-        concerned = np.union1d(layers, np.flatnonzero(self.reads[:, written].any(1)))
+        affected = np.union1d(layers, np.flatnonzero(self.reads[:, written].any(1)))
         places = [np.searchsorted(written, each) for each in writes]
         writers = np.asarray([np.bincount(each, minlength=len(written)) for each in places], np.float64)
         lost = zip(places, (self.layers[i].lost[:, -1] for i in layers), strict=True)
         gone = np.sum([np.bincount(each, values, len(written)) for each, values in lost], 0)
-        own, reads = np.searchsorted(concerned, layers), self.reads[np.ix_(concerned, written)]
-        return Block(layers, written, places, writers, gone, concerned, own, reads)
+        own, reads = np.searchsorted(affected, layers), self.reads[np.ix_(affected, written)]
+        return Block(layers, written, places, writers, gone, affected, own, reads)
 
 
 def _layers_that_share_classes(layers: list[LayerChoices], count: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
-_ANY = 1e-3  # value of all parameters in the copy that is analysed: what can be removed does not depend on the weights
+_NONZERO = 1e-3  # value of all weights of the copy that is analysed, as what can be removed does not depend on them
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Structure:
         layers: in the order in which they run.
         norms: every batch norm, and the class of each of its channels.
         fixed: for each class, whether it stays in any case.
-        others: number of the model's parameters outside these layers and norms.
+        parameters_elsewhere: number of the model's parameters outside these layers and norms.
         macs_elsewhere: MACs of one sample outside these layers.
     """
 
     layers: list[PrunableLayer]
     norms: list[tuple[Any, Integers]]
     fixed: np.ndarray[Any, np.dtype[np.bool_]]
-    others: int
+    parameters_elsewhere: int
     macs_elsewhere: float
 
     def times(self) -> list[LayerTime]:
@@ -120,7 +120,7 @@ class Structure:
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        rest = {"macs": self.macs_elsewhere, "parameters": self.others}.get(cost, 0.0)
+        rest = {"macs": self.macs_elsewhere, "parameters": self.parameters_elsewhere}.get(cost, 0.0)
         return SizeProblem(layers, fixed, of_classes, rest, round_to)
 
     def _read_in_parts(self, lost: Mapping[str, Tensor]) -> Booleans:
@@ -253,7 +253,7 @@ def structure_of(
     copy = copied(inner).eval()
     with torch.no_grad():
         for parameter in copy.parameters():
-            parameter.fill_(_ANY)
+            parameter.fill_(_NONZERO)
     try:
         channels = classes_of_channels(Channels(annotated_graph(copy, inputs), {}, False, False))
     except UntraceableError as error:

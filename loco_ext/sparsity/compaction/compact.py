@@ -116,7 +116,7 @@ def compacted(
 ) -> tuple[nn.Module, Report]:
     """Do as :func:`compact`; unless the model ``may_stay``, a smaller network is returned though it is not faster."""
     check_choice("cost", cost, tuple(COSTS))
-    costs.forget()
+    costs.clear_timings()
     dense = copied(unwrapped(model)).eval()
     with torch.no_grad():
         expected = dense(*copies(inputs))
@@ -230,7 +230,7 @@ def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
     right = [each for each in candidates if is_right(each.network, [example])]
     if len(right) < 2:
         return right[0] if right else None
-    times = _latencies([each.network for each in right], example.inputs, costs.A_GLANCE)
+    times = _latencies([each.network for each in right], example.inputs, costs.SHORT_TIMING)
     return right[times.index(min(times))]
 
 
@@ -270,7 +270,7 @@ def _select(
                 break
     before = after = None
     if right is not None and measured:
-        before, after = _latencies([dense, right.network], example.inputs, costs.A_LOOK)
+        before, after = _latencies([dense, right.network], example.inputs, costs.LONG_TIMING)
         if after > before:
             why = f"a smaller network takes {after / before:.3f} times as long on the example"
             right, after = None, before

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.modules import bias_trains, paddings, unused
+from loco_ext.fx.modules import bias_trains, paddings, unused_name
 from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
@@ -23,7 +23,7 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import record
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 
-WHOLE = "whole"  # key in the meta of a layer's node: the weight that the layer has in the model
+ORIGINAL_WEIGHT = "original_weight"  # key in the meta of a layer's node: the weight that the layer has in the model
 
 
 def without_constant_channels(model: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
@@ -116,7 +116,7 @@ def _read_features(
         offsets: differences of the constants from their mean; None if all are equal.
     """
     whole = module.weight.detach()
-    node.meta[WHOLE] = whole
+    node.meta[ORIGINAL_WEIGHT] = whole
     weight = whole.double()  # [C_out, C, *kernel_size]
     shape = [1, -1, *[1] * (weight.dim() - 2)]
     bias = None if module.bias is None else module.bias.detach().double()
@@ -144,7 +144,7 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
         (layer,) = channels.sources(layer)
     module = channels.info.module(layer)
     if channels.role(layer) is Role.PER_CHANNEL and is_depthwise(module) and len(layer.users) == 1:
-        layer.meta[WHOLE] = module.weight.detach()
+        layer.meta[ORIGINAL_WEIGHT] = module.weight.detach()
         for name in ("weight", "bias"):
             whole = getattr(module, name)
             if whole is not None:
@@ -164,7 +164,7 @@ def _passes_on(channels: Channels, node: fx.Node) -> bool:
 
 
 def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:
-    name = unused(network, f"{source.name}_live")
+    name = unused_name(network, f"{source.name}_live")
     network.register_buffer(name, torch.from_numpy(live).to(source.meta["device"]))
     with network.graph.inserting_before(before):
         index = network.graph.get_attr(name)

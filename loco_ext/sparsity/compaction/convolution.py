@@ -8,7 +8,7 @@ between the sides of an axis, and may be negative.
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,17 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import Pads, bias_trains, paddings, unused
+from loco_ext.fx.modules import Pads, bias_trains, paddings, unused_name
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
-# oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
-# channels than elements in a vector (uxlfoundation/oneDNN#6035).
-VECTOR = 16
+VECTOR = 16  # channels that processors compute at once
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Convolution:
         bias: their biases, if any.
         channels: number of input channels, over all groups.
         channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
-        then: operations that follow.
     """
 
     module: Any
@@ -47,7 +43,6 @@ class Convolution:
     bias: Tensor | None
     channels: int
     channels_last: bool
-    then: Epilogue = field(default_factory=Epilogue)
 
     @property
     def axes(self) -> int:
@@ -156,10 +151,10 @@ def emit(
     Modules are added to ``owner`` under ``name``, with a number appended if there are several buckets.
 
     Args:
-        order: indices that reorder the channels, as :func:`restoring` returns them.
+        order: indices that reorder the channels, as :func:`inverse_order` returns them.
     """
     several = len(buckets) > 1
-    targets = [unused(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
+    targets = [unused_name(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
     if any(bucket.mixed for bucket in buckets):
         return _emit_mixed(owner, graph, source, targets, convolution, buckets, order)
     result = _emit_each(owner, graph, source, targets, convolution, buckets)
@@ -167,7 +162,11 @@ def emit(
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
-    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`.
+
+    The backward pass of oneDNN for such a convolution on channels_last images writes out of bounds
+    (uxlfoundation/oneDNN#6035).
+    """
     strided = any(step > 1 for step in convolution.module.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 
@@ -197,11 +196,11 @@ def _emit_each(
     return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - layer.axes))
 
 
-def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
+def standalone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
     """Return a network of only these buckets; its channels are in the filters' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
     source, order = graph.placeholder("x"), None
-    back = None if free else restoring(buckets, convolution.weight.device)
+    back = None if free else inverse_order(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
         order = graph.get_attr("order")
@@ -209,14 +208,14 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
     return fx.GraphModule(owner, graph)
 
 
-def in_turn(buckets: Sequence[Bucket]) -> list[int]:
+def channel_order(buckets: Sequence[Bucket]) -> list[int]:
     """Return the filters in the order of the computed channels."""
     return [k for bucket in buckets for k in bucket.filters]
 
 
-def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
+def inverse_order(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
     """Return the indices that restore the order of the buckets' filters; None if they are in order."""
-    back = torch.tensor(in_turn(buckets), device=device).argsort()
+    back = torch.tensor(channel_order(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
 

@@ -11,32 +11,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import (
+    VECTOR,
     Bucket,
     Convolution,
     Part,
-    alone,
     by_size,
+    inverse_order,
     partitions,
-    restoring,
+    standalone,
     taps,
 )
-from loco_ext.sparsity.compaction.fusion import append
-from loco_ext.sparsity.compaction.overwrite import finish
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
-VECTOR = 16  # channels that processors compute at once
-_EACH = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
+_OVERHEAD = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
 _MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
-A_GLANCE, A_LOOK = 0.6, 2.0  # seconds spent on comparing networks
-_EACH_WAY = 0.02  # seconds spent on timing a way
+SHORT_TIMING, LONG_TIMING = 0.6, 2.0  # seconds spent on comparing networks
+_SECONDS_PER_WAY = 0.02  # seconds spent on timing a way
 _MARGIN = 0.97  # several convolutions must take at most this part of the time of one
 
 
@@ -83,7 +81,7 @@ def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: b
     """
 
     def effort(way: Sequence[Part]) -> float:
-        return sum(taps(box) * (math.ceil(len(filters) / VECTOR) + _EACH) for filters, box in way)
+        return sum(taps(box) * (math.ceil(len(filters) / VECTOR) + _OVERHEAD) for filters, box in way)
 
     single, *several = partitions(by_size(convolution, most=_MOST_SIZES))
     ways = [[Bucket(*part) for part in way] for way in (single, *sorted(several, key=effort)[:_MOST_WAYS])]
@@ -107,11 +105,11 @@ def seconds_of(convolution: Convolution, kind: Mapping[str, Any]) -> float:
 def seconds_of_linear(weight: Tensor, bias: Tensor | None, kind: Mapping[str, Any]) -> float:
     """Return the seconds that a linear layer takes on inputs like the example's, the least of several timings."""
     x = torch.randn(*kind["shape"][:-1], weight.shape[1], dtype=kind["dtype"], device=kind["device"])
-    ((*seconds,),) = _samples([partial(F.linear, x, weight, bias)], x.device, _EACH_WAY)
+    ((*seconds,),) = _samples([partial(F.linear, x, weight, bias)], x.device, _SECONDS_PER_WAY)
     return min(seconds)
 
 
-def forget() -> None:
+def clear_timings() -> None:
     """Discard all timings, as other work on the machine may have changed."""
     _MEASURED.clear()
 
@@ -127,10 +125,9 @@ def _times(
     fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
     if fresh:
         x = _example(kind, convolution)
-        inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
-        calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
+        calls = [partial(standalone(convolution, way, free), x) for way in fresh.values()]
         _log.info("timing %d ways to compute %s", len(calls), _description(convolution, x))
-        times = [min(values) for values in _samples(calls, x.device, _EACH_WAY * len(calls))]
+        times = [min(values) for values in _samples(calls, x.device, _SECONDS_PER_WAY * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
 
@@ -140,23 +137,15 @@ def _description(convolution: Convolution, x: Tensor) -> str:
     return f"{len(convolution.weight)} filters of {kernel} on inputs of {'x'.join(map(str, x.shape))}"
 
 
-def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:
-    """Return a network that computes the convolution in this way, followed by its epilogue."""
-    network = alone(convolution, way, free)
-    append(network, convolution.then)
-    finish(network)
-    return network
-
-
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
     """Return a key of everything that a way's time depends on."""
     module = convolution.module
     layer = module.stride, paddings(module), module.dilation, module.padding_mode, convolution.groups
     buckets = tuple((len(bucket.filters), bucket.box, bucket.mixed) for bucket in way)
-    in_order = free or restoring(way, convolution.weight.device) is None
+    in_order = free or inverse_order(way, convolution.weight.device) is None
     weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
     example = _shape(kind, convolution), kind["dtype"], kind["device"], kind["channels_last"]
-    return example, layer, weight, buckets, in_order, convolution.then
+    return example, layer, weight, buckets, in_order
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from loco_ext.ops.channels import layer_norm_with_constants
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.compaction_report import LayerReport, Report
-from loco_ext.sparsity.compaction.constant_channels import WHOLE
+from loco_ext.sparsity.compaction.constant_channels import ORIGINAL_WEIGHT
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
 from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
@@ -29,7 +29,7 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
             name, weight = str(node.target), module.weight.detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
             pixels = pixels_of(node, len(weight), samples)
-            layer = describe_layer(name, node.meta.get(WHOLE, weight), pixels, after, buckets)
+            layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
         elif info.role is Role.OTHER and info.sources and not _is_no_layer(node):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from loco_ext.fx.modules import count_owners, unused
+from loco_ext.fx.modules import count_owners, unused_name
 
 
 class _Call(NamedTuple):
@@ -64,7 +64,7 @@ def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[
     owner = str(read[0].target).rpartition(".")[0] if read else ""
     used = [x for x in graph.graph.nodes if x.op in ("call_module", "get_attr") and x not in read]
     inside = any(f"{str(x.target).rpartition('.')[0]}.".startswith(f"{owner}.") for x in used)
-    name = unused(graph, f"{owner}.layer" if owner else node.name) if inside or not owner else owner
+    name = unused_name(graph, f"{owner}.layer" if owner else node.name) if inside or not owner else owner
     for x in read:
         place, _, attribute = str(x.target).rpartition(".")
         delattr(graph.get_submodule(place), attribute)

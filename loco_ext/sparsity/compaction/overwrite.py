@@ -1,4 +1,4 @@
-"""The last passes over a smaller network: fusion, and the choice of what runs in place."""
+"""The last pass over a smaller network: the choice of what runs in place."""
 
 import operator
 from collections import defaultdict
@@ -9,20 +9,19 @@ from torch import fx, nn
 
 from loco_ext.fx.in_place import is_in_place, make_out_of_place
 from loco_ext.fx.modules import is_hooked
-from loco_ext.fx.operations import is_sum
+from loco_ext.fx.operations import operation
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import HOLDERS, fuse, is_relu
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS
 
+MATCHING_TERMS = "matching_terms"  # key in a sum's meta: positions of the terms that have its shape and dtype
 # Operations that compute their gradient without their result, so that it can be overwritten.
 _LAYERS = (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear)
 _FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels, mixed_conv2d)
 
 
 def finish(network: fx.GraphModule) -> None:
-    """Fuse convolutions with what follows them, and overwrite memory where nothing else reads it, but nowhere else."""
-    fuse(network)
+    """Make sums and ReLUs overwrite memory where nothing else reads it, and no operation elsewhere."""
     make_out_of_place(network)
     _overwrite(network)
     network.recompile()
@@ -38,13 +37,16 @@ def _overwrite(network: fx.GraphModule) -> None:
     for node in network.graph.nodes:
         if node.op != "call_module" and is_in_place(node, modules):
             continue
-        if node.op == "call_function" and is_sum(node, modules):
-            place = next((place for place in node.meta.get(HOLDERS, ()) if _is_free(node.args[place], modules)), None)
+        name = operation(node, modules)
+        if node.op == "call_function" and name == "add" and len(node.args) == 2 and not node.kwargs:
+            place = next(
+                (place for place in node.meta.get(MATCHING_TERMS, ()) if _is_free(node.args[place], modules)), None
+            )
             if place is not None:
                 node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
-        elif is_relu(node, modules) and node.op == "call_module":
+        elif _is_relu(node, modules) and node.op == "call_module":
             calls[modules[str(node.target)]].append(node)
-        elif is_relu(node, modules) and _is_free(node.args[0], modules):
+        elif _is_relu(node, modules) and _is_free(node.args[0], modules):
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
     for module, nodes in calls.items():
         module.inplace = module.inplace or all(_is_free(node.args[0], modules) for node in nodes)
@@ -58,3 +60,10 @@ def _is_free(source: Any, modules: dict[str, nn.Module]) -> bool:
         module = modules[str(source.target)]
         return type(module) in _LAYERS and not is_hooked(module)
     return source.target in _FUNCTIONS and not source.kwargs.get("relu")
+
+
+def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Return whether the node only computes a ReLU, in place or not."""
+    if operation(node, modules) != "relu" or len(node.args) != 1:
+        return False
+    return node.op != "call_module" or not is_hooked(modules[str(node.target)])

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import bias_trains, unused
+from loco_ext.fx.modules import bias_trains, unused_name
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, emit, in_turn, restoring
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order
 from loco_ext.sparsity.compaction.cut import cut
-from loco_ext.sparsity.compaction.fusion import HOLDERS, epilogue_of
-from loco_ext.sparsity.compaction.overwrite import finish
+from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
@@ -43,7 +42,7 @@ class Rewriter:
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
 
     def build(self) -> fx.GraphModule:
-        """Return the smaller network, after the last passes over it."""
+        """Return the smaller network, after the last pass over it."""
         for node in self._channels.graph.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
@@ -101,7 +100,7 @@ class Rewriter:
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
-            convolution = self._as_convolution(node, layer.module, weight, bias, len(inputs))
+            convolution = Convolution(layer.module, weight, bias, len(inputs), node.meta["channels_last"])
             result, order = self._emit(node, source, convolution, free)
             self._kept[node] = [outputs[k] for k in order]
             border = border if border is None else border[:, order]
@@ -109,19 +108,13 @@ class Rewriter:
             return result
         return self._graph.call_function(torch.add, (result, self._constant(node, "border", border)))
 
-    def _as_convolution(
-        self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None, channels: int
-    ) -> Convolution:
-        epilogue = epilogue_of(node, self._channels.info.modules)
-        return Convolution(module, weight, bias, channels, node.meta["channels_last"], epilogue)
-
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""
         name = str(node.target)
         buckets = self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
-        order = in_turn(buckets)
-        back = None if free else restoring(buckets, convolution.weight.device)
+        order = channel_order(buckets)
+        back = None if free else inverse_order(buckets, convolution.weight.device)
         index = None if back is None else self._constant(node, "order", back)
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets, index)
         return result, order if index is None else sorted(order)
@@ -133,7 +126,8 @@ class Rewriter:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
-            convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias, len(kept))
+            weight = module.weight.detach()[kept]
+            convolution = Convolution(module, weight, bias, len(kept), node.meta["channels_last"])
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
@@ -154,7 +148,7 @@ class Rewriter:
             terms[sources[1]] = self._take_channels(terms[sources[1]], index, self._axis(node))
         result = self._graph.node_copy(node, terms.__getitem__)
         alike = self._channels.same_size(*sources) and sources[0].meta["dtype"] == sources[1].meta["dtype"]
-        result.meta[HOLDERS] = (0, 1) if alike else ()
+        result.meta[MATCHING_TERMS] = (0, 1) if alike else ()
         return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
@@ -166,10 +160,10 @@ class Rewriter:
         if set(self._kept[part]) & set(kept):
             addend, rest = self._spread(node, part, kept, rest)
             result = self._graph.call_function(torch.add, (result, addend))
-            result.meta[HOLDERS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
+            result.meta[MATCHING_TERMS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
-            result.meta[HOLDERS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
+            result.meta[MATCHING_TERMS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
         return result
 
     def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:
@@ -247,7 +241,7 @@ class Rewriter:
 
     def _constant(self, node: fx.Node, what: str, value: Tensor) -> fx.Node:
         """Register the value as a buffer of the network and return the node that reads it."""
-        name = unused(self._owner, f"{node.name}_{what}")
+        name = unused_name(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
 

@@ -143,7 +143,7 @@ def test_after_an_error_what_was_removed_is_away_again(monkeypatch: pytest.Monke
     model, optimizer, budget = controlled("plain")
     train(model, optimizer, budget, 8, seed=1)
     before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr(budget, "_due", fail)
+    monkeypatch.setattr(budget, "_sizes_now", fail)
     with pytest.raises(RuntimeError, match="no choice"):
         budget.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
