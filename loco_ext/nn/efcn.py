@@ -49,7 +49,7 @@ def to_efcn(
         The copy, in the model's training mode, with each parameter's ``requires_grad``.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has a wrong type; the model is inside of DistributedDataParallel.
         ValueError: the model does not run on the example, or a name does not exist. A convolution, which the message
             names, is called with inputs of several sizes or not at all, shares its weight, is used in other ways than
             by calling it, has hooks or a parametrization, or is a module of another class than those three. A
@@ -71,6 +71,11 @@ def to_efcn(
         (True, torch.Size([256, 1, 3, 8]))
     """
     check_module("model", model)
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model: expected one outside of DistributedDataParallel, which would not average the gradients of new "
+            "layers; convert its module, and wrap the result"
+        )
     if isinstance(relax, str):
         check_choice("relax", relax, ("sharing", "all"))
     else:

@@ -85,7 +85,10 @@ class LocallyConnectedNd(nn.Module):
             name = "weight"
         super().__setattr__(name, value)
         if name == "weight" and self._shared is not None:
-            self._shared = self._pattern_of_weight() or SharedPattern(self._shared.pattern)
+            if isinstance(value, nn.Parameter) and attached_pattern(value) is None:  # such as a sharded one
+                self._shared = attach_pattern(value, self._shared.pattern)
+            else:
+                self._shared = self._pattern_of_weight() or SharedPattern(self._shared.pattern)
 
     @property
     def pattern(self) -> BlockPattern:

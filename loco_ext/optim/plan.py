@@ -32,18 +32,23 @@ def same_objects(a: Collection[object], b: Collection[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-# The options that a group's checks, maps, penalties and flags depend on.
+# The options that a group's checks, maps, penalties and flags depend on, beside momentum.
 _OPTIONS = (
     *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable", "fused"),
-    *("momentum", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay"),
+    *("nesterov", "maximize", "amsgrad", "decoupled_weight_decay"),
 )
 
 
 def _options_of(group: Group) -> list[object]:
-    """Return the values of ``_OPTIONS``; lists, and momentum as a tensor or array, are copied: both can be changed."""
+    """Return the values of ``_OPTIONS``; lists are copied, as they can be changed."""
     options = [group.get(key) for key in _OPTIONS]
-    options = [option.item() if isinstance(option, Tensor | np.ndarray) else option for option in options]
     return [list(option) if isinstance(option, list) else option for option in options]
+
+
+def _momentum_of(group: Group) -> Any:
+    """Return a group's momentum, or 0.5 for all numbers between 0 and 1: schedules that change it keep the plan."""
+    momentum = group.get("momentum")
+    return 0.5 if isinstance(momentum, float) and 0 < momentum < 1 else momentum
 
 
 def _shapes(group: Group) -> list[torch.Size]:
@@ -64,6 +69,7 @@ class StepPlan:
 
     params: list[Tensor]
     options: list[object]
+    momentum: Any
     shapes: list[torch.Size]  # empty if maps and penalties cannot depend on them
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
@@ -88,7 +94,7 @@ class StepPlan:
     def fits_but_for_shapes(self, group: Group) -> bool:
         """Return whether the plan is still valid if the parameters' shapes are those that it was made from."""
         same = self.fake_mode is _fake_mode() and [group.get(key) for key in _OPTIONS] == self.options
-        same = same and same_objects(group["params"], self.params)
+        same = same and _momentum_of(group) == self.momentum and same_objects(group["params"], self.params)
         # A plan made under a transform from what is attached to the tensor that the transform was given fits no group.
         return same and all(
             [
@@ -106,7 +112,7 @@ class StepPlan:
 def make_plan(group: Group) -> StepPlan:
     """Check the group's locality and penalty, and return its plan with the decay maps."""
     params, locality, penalty = group["params"], group["locality"], group["penalty"]
-    fake_mode = _fake_mode()
+    fake_mode, momentum = _fake_mode(), _momentum_of(group)
     with unset_fake_temporarily():
         maps = decay_maps(params, locality)
     unique = list({id(m): m for m in maps if m is not None}.values())
@@ -116,6 +122,7 @@ def make_plan(group: Group) -> StepPlan:
     return StepPlan(
         list(params),
         _options_of(group),
+        momentum.item() if isinstance(momentum, Tensor | np.ndarray) else momentum,  # which can be changed in place
         _shapes(group),
         unique,
         [places.get(id(m), -1) for m in maps],

@@ -70,12 +70,10 @@ def _local(tensor: Tensor, like: Any) -> Tensor:
 
 
 def _check_placements(index: int, param: Any, decay_map: Tensor | None, penalty: OfStep | None) -> None:
-    from torch.distributed.tensor import Shard
-
     # The map's sizes along the parameter's axes: it lacks the leading ones, along which it broadcasts.
     sizes = () if decay_map is None else (*[1] * (param.dim() - decay_map.dim()), *decay_map.shape)
     for placement in param.placements:
-        if not isinstance(placement, Shard):
+        if not hasattr(placement, "dim"):  # no shard, neither a Shard nor one that strides over two meshes
             continue
         axis = placement.dim % param.dim()
         wanted = None

@@ -144,7 +144,9 @@ class PILCRO:
         with measuring(inner, x.device):
             loss, gradients = self._loss_and_gradients(inner, parameters, constant(x), self._uniform(call, x))
         self._calls += 1
-        return _Loss.apply(loss, gradients, *parameters)
+        reached = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        # DistributedDataParallel fails if backward comes to parameters that the model has not used.
+        return _Loss.apply(loss.requires_grad_(), [gradient for _, gradient in reached], *(p for p, _ in reached))
 
     def _loss_and_gradients(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], x: Tensor, uniform: Tensor
@@ -236,11 +238,11 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradient in each parameter is known."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if g is None else g * grad.to(g.dtype) for g in ctx.gradients)
+        return None, None, *(g * grad.to(g.dtype) for g in ctx.gradients)

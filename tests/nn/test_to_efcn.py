@@ -215,6 +215,13 @@ def test_what_is_not_understood_is_named(make_model, message):
         to_efcn(make_model(), torch.zeros(1, 2, 4, 4))
 
 
+@pytest.mark.usefixtures("mesh")
+def test_a_copy_would_not_be_data_parallel():
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Conv2d(2, 2, 1)))
+    with pytest.raises(TypeError, match="model: expected one outside of DistributedDataParallel"):
+        to_efcn(model, torch.zeros(1, 2, 4, 4))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

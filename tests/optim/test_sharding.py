@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import loco_ext
 from loco_ext import optim, sparsity
@@ -89,17 +90,27 @@ def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
     plain, shards = (LocallyConnected2d(2, 3, 3, input_size=5, bias=False) for _ in range(2))
     shards.load_state_dict(plain.state_dict())
     set_gradients([plain.weight], 0)
-    for placement in (Shard(0), Shard(-1)):
+    for placement in (Shard(0), _StridedShard(0, split_factor=1), Shard(-1)):
         (shards.weight,) = sharded([plain.weight], mesh, placement)
         ours = getattr(optim, name)(optim.parameter_groups(shards, 0.1, LOCALITY), lr=0.1)
         set_sharded_gradients([shards.weight], [plain.weight], mesh)
-        if placement == Shard(0):
-            with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
+        if placement.dim == 0:
+            with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got _?S"):
                 ours.step()
     other = getattr(optim, name)(optim.parameter_groups(plain, 0.1, LOCALITY), lr=0.1)
     other.step()
     ours.step()
     assert_same_in_full(ours, other)
+
+
+@pytest.mark.parametrize("option", [{"locality": LOCALITY}, {"penalty": sparsity.RingPenalty(0.5)}], ids=str)
+def test_fully_sharded_blocks_are_not_taken_for_kernels(mesh, option):
+    """As kernels, their channels would be taps, along which they are not sharded."""
+    layer = fully_shard(LocallyConnected2d(3, 5, 3, input_size=5), mesh=mesh)
+    ours = optim.SGD(layer.parameters(), lr=0.1, weight_decay=0.1, **option)
+    layer(torch.ones(1, 3, 5, 5)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"expected (sharding along channels|no sharding) .* got S\(0\)"):
+        ours.step()
 
 
 RINGS, JOINT = sparsity.RingPenalty(0.5), sparsity.KernelPenalty(0.5, power=2)

@@ -341,6 +341,21 @@ def test_momentum_changed_in_place_counts_from_the_next_step_on(number):
         step_and_compare(cached, anew)
 
 
+@pytest.mark.parametrize("penalty", [None, sparsity.RingPenalty(0.1)], ids=str)
+def test_a_schedule_of_momentum_keeps_the_calls(penalty):
+    """Collecting them anew in each step of OneCycleLR would take the host many times as long as the step."""
+    cached, anew = (optim.SGD([nn.Parameter(torch.ones(3, 2, 3, 3))], momentum=0.9, penalty=penalty) for _ in range(2))
+    calls = []
+    for momentum in (0.9, 0.9, 0.9, 0.85, 0.95, 0.5):
+        for optimizer in (cached, anew):
+            optimizer.param_groups[0]["momentum"] = momentum
+            set_gradients(optimizer)
+        step_and_compare(cached, anew)
+        calls.append(cached._cache)
+    assert calls[2] is not None
+    assert {*calls[2:]} == {calls[2]}
+
+
 def test_another_pattern_of_as_many_blocks_has_its_own_map():
     whole = BlockPattern.from_conv(4, kernel_size=3, padding=1)
     first_pattern, second_pattern = (whole.prune(torch.arange(whole.nnz) != i)[0] for i in (0, 1))

@@ -153,6 +153,18 @@ def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
     torch.testing.assert_close(found[:-frozen], expected[:-frozen])
 
 
+@pytest.mark.usefixtures("mesh")
+def test_distributed_data_parallel_may_find_parameters_unused():
+    model, x = make("plain"), images()
+    expected = gradient(PILCRO(), model, x)
+    model.unused = nn.Linear(2, 2).double()
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    found = gradient(lambda *args: PILCRO()(*args) + 0 * parallel(x).sum(), parallel, x)
+    assert_near(found[: len(expected)], expected)
+    assert model.unused.weight.grad is None
+
+
 @pytest.mark.parametrize("options", [{"expectation": "exact"}, {"route": "double_backward"}], ids=str)
 def test_hooks_of_parameters_run_once(options):
     model, x = make("plain"), images()

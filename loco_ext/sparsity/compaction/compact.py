@@ -17,6 +17,7 @@ from loco_ext.fx.branches import BranchError, same_as_on_example
 from loco_ext.fx.modules import unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
+from loco_ext.optim.sharding import is_sharded
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
 from loco_ext.sparsity.compaction.channels import Channels, analyse
@@ -304,8 +305,17 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:
-    """Return the arguments for one call of the model; raise TypeError unless they are, and the model is a module."""
+    """Return the arguments for one call of the model.
+
+    Raises:
+        TypeError: they are none; the model is not a module, or has sharded parameters.
+    """
     check_module("model", model)
+    if any(map(is_sharded, model.parameters())):
+        raise TypeError(
+            "model: expected parameters that are whole, got sharded ones; get_model_state_dict of torch.distributed "
+            "gathers them with full_state_dict=True, for another model to load"
+        )
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple | list) or not any(isinstance(x, Tensor) for x in inputs):
         got = kind = type(example_inputs).__name__

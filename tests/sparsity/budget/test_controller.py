@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from loco_ext import optim, sparsity
 from loco_ext.sparsity.budget import shrink
@@ -260,6 +262,13 @@ def test_state_of_another_model() -> None:
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         controlled("plain", **options)
+
+
+def test_sharded_models_are_refused(mesh: DeviceMesh) -> None:
+    model = fully_shard(network("plain"), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="model: expected parameters that are whole, got sharded ones"):
+        sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
 
 
 def test_an_optimizer_of_another_model() -> None:
