@@ -112,6 +112,7 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
     "product": (Network(squared, first=conv(3, 32, 0), inner=conv(32, 6, 0)), IMAGES_OF_8, 0.8),
     "norms of the batch at hand": (between(OF_THE_BATCH[0]), IMAGES_OF_8, 0.25),
     "the same without weights": (between(OF_THE_BATCH[1]), IMAGES_OF_8, 0.25),
+    "norms of each image": (between(nn.InstanceNorm2d(32, affine=True)), IMAGES_OF_8, 0.25),
     "a norm of fewer tokens than features": (between(nn.BatchNorm1d(5)), torch.randn(3, 5, 8), 0.8),
     "a norm of as many": (between(nn.BatchNorm1d(12)), torch.randn(3, 12, 8), 0.8),
     "a split": (
