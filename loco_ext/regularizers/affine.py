@@ -142,10 +142,9 @@ def _locally_connected(call: AffineCall) -> Tensor:
 
 
 def _batch_norm(call: AffineCall) -> Tensor:
-    norm, x = call.module, call.args[0]
-    if norm is None:
-        raise call.refuse()
-    if norm.training or norm.running_mean is None:
+    x, mean, variance = call.args[0], call.option(0, "running_mean"), call.option(1, "running_var")
+    weight, bias, eps = call.option(2, "weight"), call.option(3, "bias"), call.option(6, "eps", 1e-5)
+    if call.option(4, "training", False) or mean is None:
         raise NotPiecewiseLinearError(
             "model: expected batch normalisations in evaluation mode with running statistics, got one that normalises "
             f"by the batch: {call.description}; call eval() on it"
@@ -153,9 +152,9 @@ def _batch_norm(call: AffineCall) -> Tensor:
     if call.kind is Pass.DEPENDENCE:
         return x
     if call.kind is Pass.VALUE:
-        return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
-    scale = (norm.running_var + norm.eps).rsqrt()
-    scale = scale if norm.weight is None else scale * norm.weight
+        return functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
     return x * scale.view(-1, *[1] * (x.dim() - 2))
 
 
@@ -290,7 +289,7 @@ AFFINE: dict[str, AffineRule] = {
     "linear": _linear,
     **{f"conv{axes}d": _convolution for axes in (1, 2, 3)},
     **{f"batchnorm{axes}d": _batch_norm for axes in (1, 2, 3)},
-    "syncbatchnorm": _batch_norm,
+    **dict.fromkeys(("batchnorm", "syncbatchnorm"), _batch_norm),
     **{name: _dropout for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout")},
     "add": lambda call: _sum_of_two(call, 1),
     "sub": lambda call: _sum_of_two(call, -1),

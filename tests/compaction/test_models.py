@@ -298,3 +298,48 @@ def test_what_compaction_writes_it_reads(seed: int, pattern: dict[str, float]) -
     _, second = compacted(once, *IMAGES)
     assert all(name.startswith("pad") for name in second.notes)  # the pads are zero channels for sums, which stay
     assert second.macs_executed < first.macs_executed
+
+
+def instance_norm(**options: bool) -> nn.Module:
+    """Return an instance normalisation of eight channels, with random statistics and scales and without shifts."""
+    norm = nn.InstanceNorm2d(8, **options)
+    for tensor in (norm.running_mean, norm.running_var, norm.weight):
+        if tensor is not None:
+            nn.init.uniform_(tensor, 0.5, 2.0)
+    return norm
+
+
+def gated(net: Network, y: Tensor) -> Tensor:
+    return y * torch.sigmoid(net.gate(y))
+
+
+# Functions of a network and a value of eight channels, and parts of the network.
+PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Module | Tensor]]] = {
+    "instance norm": (lambda net, y: net.norm(y), {"norm": instance_norm()}),
+    "instance norm with weights": (lambda net, y: net.norm(y), {"norm": instance_norm(affine=True)}),
+    "padding layer": (lambda net, y: net.pad(y), {"pad": nn.ZeroPad2d((1, 0, -1, 2))}),
+    "reflecting layer": (lambda net, y: net.pad(y), {"pad": nn.ReflectionPad2d(1)}),
+    "one trained number": (lambda net, y: net.scale * y, {"scale": nn.Parameter(torch.full((1,), 3.0))}),
+    "one number": (lambda net, y: y / net.scale, {"scale": torch.tensor(0.3)}),
+    "gate for each pixel": (gated, {"gate": convolution(8, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str) -> None:
+    operation, parts = PASSING[name]
+    model = Network(lambda net, x: net.last(functional.relu(operation(net, net.first(x)))), **(chain() | parts))
+    del model.middle
+    model = model.double().eval()
+    model.first.weight.data[:5] = model.first.bias.data[:5] = 0
+    network, report = compacted(model, *IMAGES, fold_norms=False)
+    assert network.get_submodule("last").weight.shape[1] == 3
+    assert not report.notes
+    compacted(model.train(), *IMAGES, fold_norms=False)
+
+
+def test_running_statistics_of_instance_norms_are_folded() -> None:
+    norm = instance_norm(affine=True, track_running_stats=True)
+    model = strike(nn.Sequential(convolution(3, 8), norm, nn.ReLU(), convolution(8, 4))).double().eval()
+    network, _ = compacted(model, *IMAGES)
+    assert not any(isinstance(module, nn.InstanceNorm2d) for module in network.modules())

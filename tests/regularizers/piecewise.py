@@ -10,6 +10,14 @@ from torch.nn import functional
 from loco_ext import nn as loco_nn
 
 
+class FunctionalNorm(nn.BatchNorm2d):
+    """Batch normalisation by a function, as timm's with an activation inside."""
+
+    def forward(self, x):
+        norm = self.running_mean, self.running_var, self.weight, self.bias
+        return functional.batch_norm(x, *norm, self.training, 0.1, self.eps)
+
+
 class Residual(nn.Module):
     """Convolutions with a residual sum, a strided shortcut and batch normalisations."""
 
@@ -20,7 +28,7 @@ class Residual(nn.Module):
         self.conv, self.norm = nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(4)
         self.act = nn.ReLU(inplace=True)
         self.last = nn.Conv2d(4, 4, 3, padding=1)
-        self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, stride=2), nn.BatchNorm2d(4))
+        self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, stride=2), FunctionalNorm(4))
         self.end = nn.ReLU()
         self.fc = nn.Linear(4, 3)
 

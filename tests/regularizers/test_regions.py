@@ -296,6 +296,7 @@ REFUSED = {
     ),
     "replaced": (Replaced(), "got ReLU at 1 whose forward is replaced"),
     "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()), "Dropout at 1 that is active; call eval"),
+    "batch norm by a function": (Mixing(lambda x: functional.batch_norm(x, None, None, None, None, True)), "call eval"),
     "without statistics": (
         nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval(),
         "normalises by the batch",

@@ -22,7 +22,7 @@ from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Siz
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.constants import Booleans, Floats
-from loco_ext.sparsity.compaction.describe import pixels_of, samples_of
+from loco_ext.sparsity.compaction.describe import kept_channels, pixels_of, samples_of
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
@@ -30,6 +30,7 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
+_NAMED = 4  # operations in a message at most
 _NONZERO = 1e-3  # value of all weights of the copy that is analysed, as what can be removed does not depend on them
 
 
@@ -291,7 +292,9 @@ def structure_of(
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
     structure = Structure(layers, norms, fixed, elsewhere, max(0.0, _macs_of(copy, inputs) - in_layers))
     if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
-        raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
+        names = ", ".join([*kept_channels(channels)][:_NAMED])
+        why = f"; all channels are kept that these read or return: {names}" if names else ""
+        raise ValueError(f"model: expected convolutions or linear layers that can be made smaller, got none{why}")
     for name in skip:
         if name not in own:
             raise ValueError(f"skip: expected names of the model's modules, got {name!r}")

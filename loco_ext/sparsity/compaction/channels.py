@@ -8,7 +8,7 @@ that the reader can fold into its own bias.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,7 @@ def classes_of_channels(channels: Channels) -> Channels:
 
 
 def _value(channels: Channels, node: fx.Node) -> Value | None:
-    info, sets, role = channels.info, channels.sets, channels.role(node)
+    info, role = channels.info, channels.role(node)
     if role is Role.SIZE:
         _keep_for_size(channels, node)
         return None
@@ -169,9 +169,7 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
         return None
     sources = [channels.values[source] for source in channels.sources(node) if source in channels.values]
     if role is Role.OTHER:
-        for source in sources:
-            sets.need(source.ids, "the network's output" if node.op == "output" else f"read by {node.name}")
-            sets.ordered.update(source.ids.tolist())
+        _need_in_order(channels, node, sources)
         return _unknown(channels, node)
     if role is Role.CAT:
         parts = [channels.values[part] for part in node.args[0]]  # type: ignore[union-attr,index]
@@ -182,6 +180,7 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
     if role is Role.CONVOLUTION:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
+        _need_in_order(channels, node, [channels.values[x] for x in info.beside(node) if x in channels.values])
         return Value(source.ids, after_channel_operation(info, node, source.constants))
     if role is Role.TAKE:
         taken = info.taken(node)
@@ -190,6 +189,14 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
         return source
     pixels = node.meta["shape"][1] // channels.sources(node)[0].meta["shape"][1]
     return Value(np.repeat(source.ids, pixels), np.repeat(source.constants, pixels))
+
+
+def _need_in_order(channels: Channels, node: fx.Node, values: Sequence[Value]) -> None:
+    """Need all channels of values that the node reads whole, in their order."""
+    for value in values:
+        reason = "the network's output" if node.op == "output" else f"read by {node.name}"
+        channels.sets.need(value.ids, reason)
+        channels.sets.ordered.update(value.ids.tolist())
 
 
 def _keep_for_size(channels: Channels, node: fx.Node) -> None:

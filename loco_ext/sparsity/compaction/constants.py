@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from loco_ext.fx.modules import paddings
 from loco_ext.fx.operations import operation
 from loco_ext.sparsity.compaction.roles import (
-    BATCH_NORMS,
+    NORMS,
     GraphInfo,
     is_depthwise,
     is_padding,
@@ -79,9 +79,12 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         return constants
     if is_resampling(name):
         return constants.copy() if keeps_constants(module) else np.where(constants == 0, 0.0, np.nan)
-    if type(module) in BATCH_NORMS and module.running_mean is None:  # subtracts the mean of what it is given
+    if type(module) in NORMS and module.running_mean is None:  # subtracts the mean of what it is given
         shifts = 0.0 if module.bias is None else module.bias.detach().double().cpu().numpy()
         return _finite(np.where(constants == 0, shifts, np.nan))
+    if beside := info.beside(node):
+        one, other = (np.asarray(info.single(x)) if x in beside else constants for x in node.args)
+        return after_arithmetic(name, one, other)
     return _evaluate(node, module, constants)
 
 

@@ -32,10 +32,18 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
             layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
-        elif info.role is Role.OTHER and info.sources and not _is_no_layer(node):
-            name = str(node.target) if node.op == "call_module" else node.name
-            report.notes[name] = f"all channels are kept: {channels.info.why_kept(node)}"
+    report.notes = {name: f"all channels are kept: {why}" for name, why in kept_channels(channels).items()}
     return report
+
+
+def kept_channels(channels: Channels) -> dict[str, str]:
+    """Return why all channels that an operation reads and returns are kept, by the name of the module or operation."""
+    info = channels.info
+    return {
+        str(node.target) if node.op == "call_module" else node.name: info.why_kept(node)
+        for node, each in info.nodes.items()
+        if each.role is Role.OTHER and each.sources and not _is_no_layer(node)
+    }
 
 
 def samples_of(graph: fx.GraphModule) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from loco_ext.errors import first_line
@@ -22,6 +23,12 @@ from loco_ext.sparsity.compaction.layers import as_layers
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 _OF_NUMBERS = (*_READING[1:], operator.and_, operator.or_, operator.not_, operator.mod)
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.neg)
+_PADDING_MODES = {
+    nn.modules.padding._ConstantPadNd: "constant",
+    nn.modules.padding._ReflectionPadNd: "reflect",
+    nn.modules.padding._ReplicationPadNd: "replicate",
+    nn.modules.padding._CircularPadNd: "circular",
+}
 _CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, *_ARITHMETIC, operator.getitem, length, "size", "dim")
 
 
@@ -43,6 +50,7 @@ def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.Graph
     graph = trace(root, lambda module: has_forward_hooks(module) or None, constants, example_inputs)
     _remove_checks(graph)
     _remove_identities(graph)
+    _pad_by_functions(graph)
     read_results_of_writes(graph)
     try:
         _fold_kernel_sizes(graph)
@@ -173,6 +181,18 @@ def _remove_identities(graph: fx.GraphModule) -> None:
         if given is not None:
             node.replace_all_uses_with(given)
             graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _pad_by_functions(graph: fx.GraphModule) -> None:
+    """Replace padding layers by calls of torch.nn.functional.pad, so that the same rules hold for both."""
+    modules = dict(graph.named_modules())
+    for node in graph.graph.nodes:
+        module: Any = modules[str(node.target)] if node.op == "call_module" else None
+        mode = next((mode for kind, mode in _PADDING_MODES.items() if isinstance(module, kind)), None)
+        if mode is not None and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
+            node.op, node.target, node.args = "call_function", F.pad, (*node.args, list(module.padding))
+            node.kwargs = {"value": module.value} if mode == "constant" else {"mode": mode}
     graph.recompile()
 
 

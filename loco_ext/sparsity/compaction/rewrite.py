@@ -18,7 +18,7 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order
 from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, is_depthwise
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
@@ -129,7 +129,7 @@ class Rewriter:
             weight = module.weight.detach()[kept]
             convolution = Convolution(module, weight, bias, len(kept), node.meta["channels_last"])
             return self._emit(node, sources[0], convolution, free=False)[0]
-        if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
+        if type(module) in NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
         return self._graph.call_module(str(node.target), (self._new[sources[0]],))
 
@@ -257,7 +257,7 @@ def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
-    """Return the batch normalisation or PReLU of only these channels."""
+    """Return the normalisation or PReLU of only these channels."""
     smaller = copy.deepcopy(module)
     for name in ("num_features", "num_parameters"):
         if hasattr(smaller, name):

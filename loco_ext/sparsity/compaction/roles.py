@@ -1,5 +1,6 @@
 """The role of each node of a graph: its effect on channels."""
 
+import math
 import operator
 from collections import Counter
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Role(Enum):
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # ranks of batches
+NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
 _WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
@@ -101,17 +104,26 @@ class GraphInfo:
         """Return the buffer that the node reads; None if it does something else."""
         return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
 
+    def single(self, node: Any) -> float:
+        """Return the number that an operand of arithmetic is; NaN if it is not one number or depends on the inputs."""
+        if not isinstance(node, fx.Node):
+            return float(node)
+        if node.op != "get_attr" or math.prod(node.meta["shape"]) != 1:
+            return math.nan
+        owner, _, name = str(node.target).rpartition(".")
+        return float(getattr(self._root.get_submodule(owner), name).detach())
+
     def arithmetic(self, node: fx.Node) -> str | None:
         """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""
         name = operation(node, self.modules)
         return name if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs else None
 
     def is_norm(self, node: fx.Node) -> bool:
-        """Return whether the node normalises channels by batch normalisation."""
-        return type(self.module(node)) in BATCH_NORMS and self.nodes[node].role is Role.PER_CHANNEL
+        """Return whether the node normalises channels by batch or instance normalisation."""
+        return type(self.module(node)) in NORMS and self.nodes[node].role is Role.PER_CHANNEL
 
     def norm_behind(self, node: fx.Node) -> fx.Node | None:
-        """Return the batch normalisation that is the only reader of the node's result; None if there is none."""
+        """Return the normalisation of channels that is the only reader of the node's result; None if there is none."""
         reader = only_user(node)
         return reader if reader is not None and self.is_norm(reader) else None
 
@@ -151,9 +163,11 @@ class GraphInfo:
             return NodeInfo(Role.PARTS, sources)
         if "shape" not in node.meta:
             return NodeInfo(Role.SIZE if self._reads_other_sizes(node) else Role.OTHER, sources)
-        if any(self.channels(source) is None for source in sources):
+        whole = self._only_with_channels(node, sources)
+        read = sources if whole is None else (whole,)
+        if any(self.channels(source) is None for source in read):
             return NodeInfo(Role.OTHER, sources)
-        info = NodeInfo(self._role(node, sources), sources)
+        info = NodeInfo(self._role(node, read), read)
         known = self.sizes.number(node, self._result_axis(node, info)) is not None
         return info if known else NodeInfo(Role.OTHER, sources)
 
@@ -187,7 +201,7 @@ class GraphInfo:
         if rank(node) < 2:
             return Role.OTHER
         if self.arithmetic(node):
-            return self._role_of_arithmetic(node)
+            return self._role_of_arithmetic(node, sources)
         if name == "cat":
             return Role.CAT if _is_cat_of_channels(node) and all(self.axis(x) == 1 for x in sources) else Role.OTHER
         if not node.args or node.args[0] is not source or len(sources) > 1:
@@ -211,17 +225,34 @@ class GraphInfo:
 
     def _is_per_channel(self, node: fx.Node, module: Any, name: str, source: fx.Node) -> bool:
         """Return whether the node treats each channel separately, though not each of its pixels."""
-        if type(module) in (*BATCH_NORMS, nn.PReLU):
-            return True
+        if type(module) in (*NORMS, nn.PReLU):
+            return _INSTANCE_NORMS.get(type(module), rank(source)) == rank(source)
         if type(module) is nn.Upsample:
             return module.mode in _WITHOUT_OVERSHOOT
         return _is_crop(node) or is_spatial_mean(node, name, source)
 
-    def _role_of_arithmetic(self, node: fx.Node) -> Role:
+    def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
+        """Return the operand of arithmetic along whose channels the other is broadcast; None if there is none.
+
+        None too if a channel of zeros might not be constant in the result.
+        """
+        name, found = self.arithmetic(node), []
+        for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
+            place = self.axis(one) - rank(one) + rank(other)
+            is_broadcast = place < 0 or self.sizes.number(other, place) == 1
+            if rank(one) == rank(node) and is_broadcast and (name == "mul" or not math.isnan(self.single(other))):
+                found.append(one)
+        return found[0] if len(found) == 1 else None
+
+    def beside(self, node: fx.Node) -> list[fx.Node]:
+        """Return the tensors that the node reads whole, not channel by channel."""
+        return [x for x in node.all_input_nodes if "shape" in x.meta and x not in self.nodes[node].sources]
+
+    def _role_of_arithmetic(self, node: fx.Node, sources: tuple[fx.Node, ...]) -> Role:
         tensors = [x for x in node.args if isinstance(x, fx.Node)]
         if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in node.args):
             return Role.OTHER
-        if len(tensors) == 1:
+        if len(sources) < len(set(tensors)) or len(tensors) == 1:
             return Role.PER_CHANNEL
         kinds = {(rank(x), self.axis(x), self.channels(x)) for x in tensors}
         return Role.JOIN if len(kinds) == 1 and tensors[0] is not tensors[1] else Role.OTHER

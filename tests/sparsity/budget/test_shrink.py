@@ -112,6 +112,7 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
     "product": (Network(squared, first=conv(3, 32, 0), inner=conv(32, 6, 0)), IMAGES_OF_8, 0.8),
     "norms of the batch at hand": (between(OF_THE_BATCH[0]), IMAGES_OF_8, 0.25),
     "the same without weights": (between(OF_THE_BATCH[1]), IMAGES_OF_8, 0.25),
+    "norms of each image": (between(nn.InstanceNorm2d(32, affine=True)), IMAGES_OF_8, 0.25),
     "a norm of fewer tokens than features": (between(nn.BatchNorm1d(5)), torch.randn(3, 5, 8), 0.8),
     "a norm of as many": (between(nn.BatchNorm1d(12)), torch.randn(3, 12, 8), 0.8),
     "a split": (
@@ -277,6 +278,19 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
             assert found >= expected * (1 - 1e-4) - 1e-12
             if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
                 assert found == lost[layer.name][j, choice - 1]
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
+def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any) -> None:
+    """It is compared with that of a norm whose weights are ones, which has the same outputs."""
+    totals, several = [], [(IMAGES_OF_8, torch.arange(2))]
+    for affine in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(between(kind(32, affine=affine)), nn.Flatten(), nn.LazyLinear(4)).train()
+        model(IMAGES_OF_8)
+        structure = structure_of(model, [IMAGES_OF_8], "half", "filters")
+        totals.append(by_taylor(structure, model, several, F.cross_entropy)["0.0"][:, -1].sum())
+    assert 0.1 < totals[0] / totals[1] < 10
 
 
 def test_norm_is_the_share_of_the_folded_filters() -> None:
@@ -458,8 +472,10 @@ def test_a_loss_that_is_none(loss: Any, message: str) -> None:
 def test_weights_that_are_not_finite_and_nothing_that_can_be_removed() -> None:
     model = network("plain")
     model[4].weight.data[0] = torch.nan  # type: ignore[index]
-    message = "model: expected convolutions or linear layers that can be made smaller"
-    for each, said in ((model, "model: expected finite weights, got others in '4'"), (nn.ReLU(), message)):
+    message = "model: expected convolutions or linear layers that can be made smaller, got none"
+    grouped, reads = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)), "; all channels .* read or return: 1"
+    cases = [(model, "model: expected finite weights, got others in '4'"), (nn.ReLU(), message)]
+    for each, said in (*cases, (grouped, message + reads)):
         with pytest.raises(ValueError, match=said):
             sparsity.shrink_to(each, X, macs=0.5, importance="norm")
 
