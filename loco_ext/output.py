@@ -90,7 +90,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: st
     for part in _parts(widths, console.width):
         table = Table(title=title)
         for place in part:
-            table.add_column(headers[place], justify="right" if place else "left", width=widths[place])
+            table.add_column(headers[place], justify="right" if place else "left", width=widths[place], overflow="fold")
         for row in rows:
             table.add_row(*(Text(row[place]) for place in part))  # as texts: a name may have brackets in it
         console.print(table)

@@ -5,7 +5,7 @@ from loco_ext.output import Rows, one_line
 
 PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
 STATISTICS = "Weights closer to the centre minus weights further out, in standard deviations (LOCO-REG, Table 4)"
-_LONGEST_NAME = 40  # characters of a name in a table
+_LONGEST_NAME = 80  # characters of a name in a table
 
 
 def statistics_rows(named: dict[str, LocalityStatistics]) -> Rows:

@@ -142,6 +142,8 @@ def _locally_connected(call: AffineCall) -> Tensor:
 
 
 def _batch_norm(call: AffineCall) -> Tensor:
+    if call.module is None and call.node.target is not functional.batch_norm:  # torch's takes them in another order
+        raise call.refuse()
     x, mean, variance = call.args[0], call.option(0, "running_mean"), call.option(1, "running_var")
     weight, bias, eps = call.option(2, "weight"), call.option(3, "bias"), call.option(6, "eps", 1e-5)
     if call.option(4, "training", False) or mean is None:

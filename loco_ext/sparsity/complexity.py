@@ -87,6 +87,8 @@ def complexity_penalties(
     with evaluating(model), torch.no_grad():
         readers = _Readers(trace(model, example_inputs=inputs))
         readers.run(*inputs)
+    if not readers.layers:
+        raise ValueError("model: expected convolutions that torch.fx traces as modules, got none")
     network = CountedNetwork(readers.layers, readers.calls)
     return {name: ComplexityPenalty(rings, network, name) for name in network.layers}
 

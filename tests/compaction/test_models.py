@@ -338,6 +338,22 @@ def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str) -> None:
     compacted(model.train(), *IMAGES, fold_norms=False)
 
 
+@pytest.mark.parametrize("zero", [nn.Parameter(torch.zeros(1)), torch.tensor(0.0)], ids=["parameter", "buffer"])
+def test_branches_behind_a_number_that_is_zero_stay(zero: Tensor) -> None:
+    """It may be trained or changed."""
+    model = Network(lambda net, x: net.last(net.first(x) + net.zero * net.middle(net.first(x))), **chain(), zero=zero)
+    network, report = sparsity.compact(model.double().eval(), IMAGES[0], cost="macs", fold_norms=False)
+    assert report.macs_executed == report.macs_before
+    assert "zero" in network.state_dict()
+
+
+def test_padding_layers_have_their_names_in_the_report() -> None:
+    pad = nn.ConstantPad2d(1, 0.5)
+    model = strike(nn.Sequential(nn.Sequential(convolution(3, 8), pad), nn.ReLU(), convolution(8, 4))).double().eval()
+    _, report = compacted(model, *IMAGES)
+    assert "0.1" in report.notes
+
+
 def test_running_statistics_of_instance_norms_are_folded() -> None:
     norm = instance_norm(affine=True, track_running_stats=True)
     model = strike(nn.Sequential(convolution(3, 8), norm, nn.ReLU(), convolution(8, 4))).double().eval()

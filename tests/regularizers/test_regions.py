@@ -297,6 +297,10 @@ REFUSED = {
     "replaced": (Replaced(), "got ReLU at 1 whose forward is replaced"),
     "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()), "Dropout at 1 that is active; call eval"),
     "batch norm by a function": (Mixing(lambda x: functional.batch_norm(x, None, None, None, None, True)), "call eval"),
+    "batch norm whose arguments have another order": (
+        Mixing(lambda x: torch.batch_norm(x, None, None, torch.zeros(4), torch.ones(4), False, 0.1, 1e-5, False)),
+        "got batch_norm",
+    ),
     "without statistics": (
         nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval(),
         "normalises by the batch",

@@ -216,6 +216,12 @@ def test_dead_channels_cost_nothing_and_numbers_that_are_none_count_nothing():
     assert penalties["2"].strength == pytest.approx(25 * model[0].weight[0].detach().norm().item())
 
 
+def test_a_model_whose_convolutions_are_no_modules():
+    exported = torch.export.export(nn.Sequential(nn.Conv2d(1, 2, 3)), (torch.zeros(1, 1, 5, 5),)).module()
+    with pytest.raises(ValueError, match=r"model: expected convolutions that torch\.fx traces as modules, got none"):
+        sparsity.complexity_penalties(exported, torch.zeros(1, 1, 5, 5), 1.0)
+
+
 def test_the_model_stays_as_it_was():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Conv2d(2, 2, 3))
     model[1].eval()

@@ -13,12 +13,12 @@ from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes
 
 _STEPS = 1, 2, 4  # numbers of channels, in units of ``round_to``, that a block gives up
 _LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
-_MOST_CLASSES = 200  # in networks of more channels, one is too small a part of the budget to matter
+_MOST_CLASSES = 200  # times ``round_to``: of more channels, so few are too small a part of the budget to matter
 
 
 def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
     """Return sizes that lose less importance: a block gives up channels, and others add what fits, while that helps."""
-    if len(problem.fixed) > _MOST_CLASSES:
+    if len(problem.fixed) > _MOST_CLASSES * problem.round_to:
         return sizes
     helped = True
     while helped:

@@ -53,8 +53,9 @@ class Taylor:
     """First-order changes of the loss, as root mean squares over batches.
 
     A filter's is that of the output of the batch norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``.
-    Else it is the sum of ``w dL/dw`` over its weights, as for rings. That sum is zero if the norm has no weights and
-    normalises by the batch at hand, which cancels the filter's length; then it is the root of the sum of squares.
+    Else it is the sum of ``w dL/dw`` over its weights, as for rings. That sum is zero if the norm has no weights, or
+    frozen ones, and normalises by what it is given, which cancels the filter's length; then it is the root of the sum
+    of squares.
 
     Source:
         Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
@@ -89,9 +90,9 @@ class Taylor:
             self._with_gradient.add(layer.name)
             products = _by_tap(layer.module.weight * given)
             changes.append(products @ removed.to(products))
-            if layer.norm is not None and layer.norm.weight is None and _normalises_by_batch(layer.norm):
-                changes[-1][:, -1] = (layer.module.weight * given).flatten(1).norm(dim=1)
             scale = None if layer.norm is None or layer.norm.weight is None else gradient(layer.norm.weight)
+            if layer.norm is not None and scale is None and _normalises_by_batch(layer.norm):
+                changes[-1][:, -1] = (layer.module.weight * given).flatten(1).norm(dim=1)
             owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
             if scale is not None:
                 changes[-1][:, -1] = owner.weight * scale

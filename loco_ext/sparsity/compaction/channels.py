@@ -180,7 +180,7 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
     if role is Role.CONVOLUTION:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
-        _need_in_order(channels, node, [channels.values[x] for x in info.beside(node) if x in channels.values])
+        _need_in_order(channels, node, [channels.values[x] for x in info.read_whole(node) if x in channels.values])
         return Value(source.ids, after_channel_operation(info, node, source.constants))
     if role is Role.TAKE:
         taken = info.taken(node)

@@ -77,8 +77,8 @@ def compact(
             to channels_last at the input, and back at the output, where that is faster. If all this makes the model
             slower, the model itself is returned. With ``"macs"``, there is one convolution for each size. Nothing is
             measured, and the result is the same on every machine.
-        fold_norms: whether batch normalisations that follow a convolution or linear layer are folded into its weights,
-            using their running statistics; False keeps them for further training.
+        fold_norms: whether batch and instance normalisations that follow a convolution or linear layer are folded into
+            its weights, using their running statistics; False keeps them for further training.
         fixed_size: whether constants that zero padding makes visible at borders become a map of biases; the result then
             accepts only inputs of the example's size.
 

@@ -82,9 +82,10 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
     if type(module) in NORMS and module.running_mean is None:  # subtracts the mean of what it is given
         shifts = 0.0 if module.bias is None else module.bias.detach().double().cpu().numpy()
         return _finite(np.where(constants == 0, shifts, np.nan))
-    if beside := info.beside(node):
-        one, other = (np.asarray(info.single(x)) if x in beside else constants for x in node.args)
-        return after_arithmetic(name, one, other)
+    if whole := info.read_whole(node):
+        one, other = (np.asarray(info.number_of(x)) if x in whole else constants for x in node.args)
+        # A factor of zero does not make channels constant: it may be trained.
+        return np.where(np.isnan(constants), np.nan, after_arithmetic(name, one, other))
     return _evaluate(node, module, constants)
 
 

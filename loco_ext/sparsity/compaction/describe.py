@@ -13,6 +13,7 @@ from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.compaction_report import LayerReport, Report
 from loco_ext.sparsity.compaction.constant_channels import ORIGINAL_WEIGHT
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
+from loco_ext.sparsity.compaction.graph import MODULE
 from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
@@ -40,7 +41,7 @@ def kept_channels(channels: Channels) -> dict[str, str]:
     """Return why all channels that an operation reads and returns are kept, by the name of the module or operation."""
     info = channels.info
     return {
-        str(node.target) if node.op == "call_module" else node.name: info.why_kept(node)
+        str(node.target) if node.op == "call_module" else node.meta.get(MODULE, node.name): info.why_kept(node)
         for node, each in info.nodes.items()
         if each.role is Role.OTHER and each.sources and not _is_no_layer(node)
     }

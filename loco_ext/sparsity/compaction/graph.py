@@ -23,6 +23,7 @@ from loco_ext.sparsity.compaction.layers import as_layers
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 _OF_NUMBERS = (*_READING[1:], operator.and_, operator.or_, operator.not_, operator.mod)
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.neg)
+MODULE = "module"  # key in the meta of a call that replaces one of a module: its name
 _PADDING_MODES = {
     nn.modules.padding._ConstantPadNd: "constant",
     nn.modules.padding._ReflectionPadNd: "reflect",
@@ -191,8 +192,10 @@ def _pad_by_functions(graph: fx.GraphModule) -> None:
         module: Any = modules[str(node.target)] if node.op == "call_module" else None
         mode = next((mode for kind, mode in _PADDING_MODES.items() if isinstance(module, kind)), None)
         if mode is not None and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
-            node.op, node.target, node.args = "call_function", F.pad, (*node.args, list(module.padding))
+            target, node.target = node.target, F.pad
+            node.op, node.args = "call_function", (*node.args, list(module.padding))
             node.kwargs = {"value": module.value} if mode == "constant" else {"mode": mode}
+            node.meta[MODULE] = str(target)
     graph.recompile()
 
 

@@ -104,7 +104,7 @@ class GraphInfo:
         """Return the buffer that the node reads; None if it does something else."""
         return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
 
-    def single(self, node: Any) -> float:
+    def number_of(self, node: Any) -> float:
         """Return the number that an operand of arithmetic is; NaN if it is not one number or depends on the inputs."""
         if not isinstance(node, fx.Node):
             return float(node)
@@ -234,17 +234,17 @@ class GraphInfo:
     def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return the operand of arithmetic along whose channels the other is broadcast; None if there is none.
 
-        None too if a channel of zeros might not be constant in the result.
+        Also None where a channel of zeros would depend on the input afterwards: only factors may be other than numbers.
         """
         name, found = self.arithmetic(node), []
         for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
             place = self.axis(one) - rank(one) + rank(other)
             is_broadcast = place < 0 or self.sizes.number(other, place) == 1
-            if rank(one) == rank(node) and is_broadcast and (name == "mul" or not math.isnan(self.single(other))):
+            if rank(one) == rank(node) and is_broadcast and (name == "mul" or not math.isnan(self.number_of(other))):
                 found.append(one)
         return found[0] if len(found) == 1 else None
 
-    def beside(self, node: fx.Node) -> list[fx.Node]:
+    def read_whole(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors that the node reads whole, not channel by channel."""
         return [x for x in node.all_input_nodes if "shape" in x.meta and x not in self.nodes[node].sources]
 

@@ -280,13 +280,15 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
                 assert found == lost[layer.name][j, choice - 1]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
-def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any) -> None:
+def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any, frozen: bool) -> None:
     """It is compared with that of a norm whose weights are ones, which has the same outputs."""
     totals, several = [], [(IMAGES_OF_8, torch.arange(2))]
     for affine in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(between(kind(32, affine=affine)), nn.Flatten(), nn.LazyLinear(4)).train()
+        norm = kind(32, affine=affine or frozen).requires_grad_(affine)
+        model = nn.Sequential(between(norm), nn.Flatten(), nn.LazyLinear(4)).train()
         model(IMAGES_OF_8)
         structure = structure_of(model, [IMAGES_OF_8], "half", "filters")
         totals.append(by_taylor(structure, model, several, F.cross_entropy)["0.0"][:, -1].sum())
