@@ -19,7 +19,7 @@ from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget import shrink
 from loco_ext.sparsity.budget import structure as structure_module
-from loco_ext.sparsity.budget.importance import by_norm, by_taylor
+from loco_ext.sparsity.budget.importance import Taylor, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two
@@ -284,14 +284,15 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
 @pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
 def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any, frozen: bool) -> None:
     """It is compared with that of a norm whose weights are ones, which has the same outputs."""
-    totals, several = [], [(IMAGES_OF_8, torch.arange(2))]
+    totals = []
     for affine in (False, True):
         torch.manual_seed(0)
         norm = kind(32, affine=affine or frozen).requires_grad_(affine)
         model = nn.Sequential(between(norm), nn.Flatten(), nn.LazyLinear(4)).train()
-        model(IMAGES_OF_8)
-        structure = structure_of(model, [IMAGES_OF_8], "half", "filters")
-        totals.append(by_taylor(structure, model, several, F.cross_entropy)["0.0"][:, -1].sum())
+        F.cross_entropy(model(IMAGES_OF_8), torch.arange(2)).backward()
+        taylor = Taylor(structure_of(model, [IMAGES_OF_8], "half", "filters"))
+        taylor.add(lambda parameter: parameter.grad)
+        totals.append(taylor.lost()["0.0"][:, -1].sum())
     assert 0.1 < totals[0] / totals[1] < 10
 
 
