@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.utils._pytree import tree_leaves
 
+from loco_ext.fx.branches import BranchError
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
@@ -27,6 +30,7 @@ from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
 _LEAST_DIRECTIONS = 32  # from so many on, selecting the live units of each sample saves time
+_ROUNDING = 1e-3  # allowed difference of two calls that compute the same, as a part of the largest number
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
@@ -57,17 +61,13 @@ class FrozenNetwork:
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         _check_parametrizations(model)
-        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+        self._unchecked: tuple[nn.Module, Tensor] | None = (model, x.detach())
         try:
-            # Compiled parts of it run eagerly.
-            with torch.random.fork_rng(devices), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            with _kept_as_it_is(model), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
                 self.graph = trace(model, _is_leaf, _defaults(model), (x,))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error
-        finally:
-            _restore(buffers)
         self.modules: Mapping[str, nn.Module] = dict(self.graph.named_modules())
         inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         self.input = inputs[0]
@@ -88,6 +88,26 @@ class FrozenNetwork:
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return those of ``nodes`` that read a node."""
         return [user for user in node.users if user in self.bending or user in self.affine]
+
+    @torch.no_grad()
+    def check_result(self) -> None:
+        """Compare the graph with the model at the first call, in case tracing has changed what the model's code does.
+
+        For one sample, unless the code branches on the number of samples.
+        """
+        if self._unchecked is None:
+            return
+        (model, x), self._unchecked = self._unchecked, None
+        with _kept_as_it_is(model), torch.compiler.set_stance("force_eager"):
+            try:
+                found, expected = self.graph(x[:1]), model(x[:1])
+            except BranchError:
+                found, expected = self.graph(x), model(x)
+        if not _are_alike(_tensors(found), _tensors(expected)):
+            raise NotPiecewiseLinearError(
+                f"model: expected one that torch.fx can trace, got {type(model).__name__}, whose graph returns other "
+                "numbers; its code may ask whether a value is a tensor"
+            )
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
         bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)
@@ -112,12 +132,41 @@ class FrozenNetwork:
             self.affine[node] = affine
 
 
-@torch.no_grad()
-def _restore(buffers: Iterable[tuple[Tensor, int, Tensor]]) -> None:
-    """Give buffers their values before the trace, in which the model's own code may have written to them."""
-    for buffer, version, before in buffers:
-        if buffer._version != version:
-            buffer.copy_(before)
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors in a result of a model, also those in dataclasses."""
+    found: list[Tensor] = []
+    for part in tree_leaves(result):
+        if isinstance(part, Tensor):
+            found.append(part.double())
+        elif is_dataclass(part):
+            found += _tensors([getattr(part, each.name) for each in fields(part)])
+    return found
+
+
+def _are_alike(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Return whether tensors have equal shapes and numbers, up to a part of the largest number of each."""
+    if [each.shape for each in found] != [each.shape for each in expected]:
+        return False
+    return all(
+        torch.allclose(x, y, rtol=0, atol=_ROUNDING * y.abs().nan_to_num(posinf=0.0).max().item(), equal_nan=True)
+        for x, y in zip(found, expected, strict=True)
+        if y.numel()
+    )
+
+
+@contextmanager
+def _kept_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Restore on exit the random state, and the buffers to which the model's own code has written."""
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
 
 
 def _check_parametrizations(model: nn.Module) -> None:
@@ -216,6 +265,7 @@ class Frozen:
             self._find_constants(node, values)
             values[node] = self._value(node, values)
             self.shapes[node] = _map_parts(lambda value: value.shape[1:], values[node])
+        network.check_result()
         bends = [bend.distances[:1].numel() for bend in self.bends.values()]
         self.elements = (
             sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(bends) + 3 * max(bends, default=0)

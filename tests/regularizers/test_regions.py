@@ -297,6 +297,10 @@ REFUSED = {
     "replaced": (Replaced(), "got ReLU at 1 whose forward is replaced"),
     "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()), "Dropout at 1 that is active; call eval"),
     "batch norm by a function": (Mixing(lambda x: functional.batch_norm(x, None, None, None, None, True)), "call eval"),
+    "asks for tensors": (
+        Mixing(lambda x: x + 1 if isinstance(x, torch.Tensor) else x),
+        "whose graph returns other numbers",
+    ),
     "batch norm whose arguments have another order": (
         Mixing(lambda x: torch.batch_norm(x, None, None, torch.zeros(4), torch.ones(4), False, 0.1, 1e-5, False)),
         "got batch_norm",
@@ -342,9 +346,14 @@ class Output(dict):
         self["logits"] = self.logits
 
 
+class Wrapping(nn.Module):
+    def forward(self, x):
+        return Output(x.relu())
+
+
 def test_a_result_may_be_a_dataclass():
     x = torch.randn(3, 4)
-    assert torch.equal(regularizers.region_radius(Mixing(lambda x: Output(x.relu())), x, 2), x.abs().amin(1))
+    assert torch.equal(regularizers.region_radius(Wrapping(), x, 2), x.abs().amin(1))
 
 
 @pytest.mark.parametrize("name", REFUSED)
