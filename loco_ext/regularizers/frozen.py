@@ -11,18 +11,18 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
-from torch.utils._pytree import tree_leaves
 
 from loco_ext.fx.branches import BranchError
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
+from loco_ext.fx.results import agree
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
@@ -30,7 +30,6 @@ from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
 _LEAST_DIRECTIONS = 32  # from so many on, selecting the live units of each sample saves time
-_ROUNDING = 1e-3  # allowed difference of two calls that compute the same, as a part of the largest number
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
@@ -98,12 +97,17 @@ class FrozenNetwork:
         if self._unchecked is None:
             return
         (model, x), self._unchecked = self._unchecked, None
-        with _kept_as_it_is(model), torch.compiler.set_stance("force_eager"):
-            try:
-                found, expected = self.graph(x[:1]), model(x[:1])
-            except BranchError:
-                found, expected = self.graph(x), model(x)
-        if not _are_alike(_tensors(found), _tensors(expected)):
+        with torch.compiler.set_stance("force_eager"):
+            with _kept_as_it_is(model):
+                try:
+                    given = x[:1]
+                    found = self.graph(given.clone())  # operations in place may write to it
+                except BranchError:
+                    given = x
+                    found = self.graph(given.clone())
+            with _kept_as_it_is(model):
+                expected = model(given.clone())
+        if not agree(found, expected):
             raise NotPiecewiseLinearError(
                 f"model: expected one that torch.fx can trace, got {type(model).__name__}, whose graph returns other "
                 "numbers; its code may ask whether a value is a tensor"
@@ -130,28 +134,6 @@ class FrozenNetwork:
             self.bending[node] = bending
         elif affine is not None:
             self.affine[node] = affine
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors in a result of a model, also those in dataclasses."""
-    found: list[Tensor] = []
-    for part in tree_leaves(result):
-        if isinstance(part, Tensor):
-            found.append(part.double())
-        elif is_dataclass(part):
-            found += _tensors([getattr(part, each.name) for each in fields(part)])
-    return found
-
-
-def _are_alike(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Return whether tensors have equal shapes and numbers, up to a part of the largest number of each."""
-    if [each.shape for each in found] != [each.shape for each in expected]:
-        return False
-    return all(
-        torch.allclose(x, y, rtol=0, atol=_ROUNDING * y.abs().nan_to_num(posinf=0.0).max().item(), equal_nan=True)
-        for x, y in zip(found, expected, strict=True)
-        if y.numel()
-    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from loco_ext import ops
 from loco_ext.argument_checks import check_number
 from loco_ext.fx.operations import operation
+from loco_ext.fx.results import agree
 from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain, is_convolution
 from loco_ext.nn.modes import evaluating
@@ -21,6 +22,7 @@ from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.penalty_checks import check_convolution, check_metric
 from loco_ext.sparsity.compaction.compact import check_inputs
+from loco_ext.sparsity.compaction.graph import copies
 from loco_ext.sparsity.folded_norms import convolution_of
 from loco_ext.sparsity.former_names import FormerNames
 
@@ -86,7 +88,15 @@ def complexity_penalties(
     rings = RingPenalty(strength, power=2, **settings)
     with evaluating(model), torch.no_grad():
         readers = _Readers(trace(model, example_inputs=inputs))
-        readers.run(*inputs)
+        with torch.random.fork_rng([]):
+            found = readers.run(*copies(inputs))
+        with torch.random.fork_rng([]):
+            expected = model(*copies(inputs))
+    if not agree(found, expected):
+        raise ValueError(
+            "model: expected one that torch.fx can trace, got one whose graph returns other numbers; its code may ask "
+            "whether a value is a tensor"
+        )
     if not readers.layers:
         raise ValueError("model: expected convolutions that torch.fx traces as modules, got none")
     network = CountedNetwork(readers.layers, readers.calls)

@@ -356,6 +356,13 @@ def test_a_result_may_be_a_dataclass():
     assert torch.equal(regularizers.region_radius(Wrapping(), x, 2), x.abs().amin(1))
 
 
+def test_layers_in_place_leave_the_samples_alone():
+    x = torch.randn(3, 4)
+    before = x.clone()
+    assert torch.equal(regularizers.region_radius(nn.Sequential(nn.ReLU(inplace=True)), x, 2), before.abs().amin(1))
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_to_be_piecewise_linear_is_refused(name):
     model, said = REFUSED[name]

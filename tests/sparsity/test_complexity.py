@@ -222,6 +222,18 @@ def test_a_model_whose_convolutions_are_no_modules():
         sparsity.complexity_penalties(exported, torch.zeros(1, 1, 5, 5), 1.0)
 
 
+class AsksForTensors(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x) if isinstance(x, torch.Tensor) else x
+
+
+def test_a_model_whose_graph_would_leave_out_a_layer():
+    model = AsksForTensors(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1))
+    with pytest.raises(ValueError, match=r"model: expected one that torch\.fx can trace, got one whose graph returns"):
+        sparsity.complexity_penalties(model, torch.ones(1, 1, 5, 5), 1.0)
+
+
 def test_the_model_stays_as_it_was():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Conv2d(2, 2, 3))
     model[1].eval()
