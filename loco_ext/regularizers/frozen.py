@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from loco_ext.fx.branches import BranchError
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.results import agree
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
+from loco_ext.ops import transforms
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
@@ -60,7 +60,7 @@ class FrozenNetwork:
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         _check_parametrizations(model)
-        self._unchecked: tuple[nn.Module, Tensor] | None = (model, x.detach())
+        self._unchecked: tuple[nn.Module, bool] | None = (model, torch.is_grad_enabled())
         try:
             with _kept_as_it_is(model), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
                 self.graph = trace(model, _is_leaf, _defaults(model), (x,))
@@ -88,26 +88,25 @@ class FrozenNetwork:
         """Return those of ``nodes`` that read a node."""
         return [user for user in node.users if user in self.bending or user in self.affine]
 
-    @torch.no_grad()
-    def check_result(self) -> None:
+    def check_result(self, x: Tensor) -> None:
         """Compare the graph with the model at the first call, in case tracing has changed what the model's code does.
 
-        For one sample, unless the code branches on the number of samples.
+        Models that cannot be called with these samples, or that return other numbers each time, are not compared.
         """
-        if self._unchecked is None:
+        if self._unchecked is None or transforms.are_active():
             return
-        (model, x), self._unchecked = self._unchecked, None
-        with torch.compiler.set_stance("force_eager"):
-            with _kept_as_it_is(model):
-                try:
-                    given = x[:1]
-                    found = self.graph(given.clone())  # operations in place may write to it
-                except BranchError:
-                    given = x
-                    found = self.graph(given.clone())
-            with _kept_as_it_is(model):
-                expected = model(given.clone())
-        if not agree(found, expected):
+        (model, with_gradients), self._unchecked = self._unchecked, None
+        results = []
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(with_gradients):
+            for call in (self.graph, model, model):
+                with _kept_as_it_is(model):
+                    try:
+                        results.append(call(x.detach().clone()))  # operations in place may write to it
+                    except Exception:  # the model's own code may raise anything
+                        return
+                if len(results) == 2 and agree(*results):
+                    return
+        if agree(*results[1:]):
             raise NotPiecewiseLinearError(
                 f"model: expected one that torch.fx can trace, got {type(model).__name__}, whose graph returns other "
                 "numbers; its code may ask whether a value is a tensor"
@@ -247,7 +246,6 @@ class Frozen:
             self._find_constants(node, values)
             values[node] = self._value(node, values)
             self.shapes[node] = _map_parts(lambda value: value.shape[1:], values[node])
-        network.check_result()
         bends = [bend.distances[:1].numel() for bend in self.bends.values()]
         self.elements = (
             sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(bends) + 3 * max(bends, default=0)

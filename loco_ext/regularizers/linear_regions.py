@@ -216,6 +216,7 @@ def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int
 def region_patterns(network: FrozenNetwork, x: Tensor) -> list[bytes]:
     """Return an identifier of each sample's linear region."""
     frozen = Frozen(network, x)
+    network.check_result(x)
     sides = [bend.sides.flatten(1).to(torch.int32) for bend in frozen.bends.values()]
     if not sides:
         return [b""] * len(x)
@@ -242,6 +243,7 @@ def _chunks(network: FrozenNetwork, x: Tensor, q: float, memory_limit: int) -> I
     if not len(x):
         return
     first = Frozen(network, x[:1])
+    network.check_result(x[:1])
     stored = x.element_size() * first.elements
     probes = choose_probes(first, q, max(1, memory_limit - stored))
     moving = x.element_size() * first.most_tangents({probes.node: x})

@@ -13,12 +13,14 @@ from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes
 
 _STEPS = 1, 2, 4  # numbers of channels, in units of ``round_to``, that a block gives up
 _LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
-_MOST_CLASSES = 200  # times ``round_to``: of more channels, so few are too small a part of the budget to matter
+# In networks of more channels, times ``round_to``, so few are too small a part of the budget to matter; beyond the
+# largest ``round_to``, the search would take too long.
+_MOST_CLASSES, _LARGEST_UNIT = 200, 8
 
 
 def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
     """Return sizes that lose less importance: a block gives up channels, and others add what fits, while that helps."""
-    if len(problem.fixed) > _MOST_CLASSES * problem.round_to:
+    if len(problem.fixed) > _MOST_CLASSES * min(problem.round_to, _LARGEST_UNIT):
         return sizes
     helped = True
     while helped:

@@ -129,8 +129,7 @@ class Rewriter:
             weight = module.weight.detach()[kept]
             convolution = Convolution(module, weight, bias, len(kept), node.meta["channels_last"])
             return self._emit(node, sources[0], convolution, free=False)[0]
-        with_channels = type(module) in NORMS and [*module.parameters(), *module.buffers()]
-        if with_channels or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
+        if type(module) in NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
         return self._graph.call_module(str(node.target), (self._new[sources[0]],))
 
