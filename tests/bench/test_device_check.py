@@ -52,7 +52,7 @@ def test_each_part_has_its_result_and_log(check, tmp_path):
 
 
 def test_a_check_goes_on_with_what_has_not_passed_until_a_source_changes(check, monkeypatch, tmp_path):
-    """What was cut off comes before what failed; the build is always made again."""
+    """Parts that were cut off run before those that failed, and the build runs each time."""
     parts = {name: f"echo {name} >> {tmp_path}/ran" for name in ("build", "one", "two", "three")}
     check(parts | {"one": "exit 1"}, "--only", "build", "two", "one", code=1)
     assert {part["result"] for part in check(parts, code=0).values()} == {"passed"}
