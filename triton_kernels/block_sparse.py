@@ -77,7 +77,7 @@ def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _value_gradient(
     x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int, dtype: torch.dtype
 ) -> Tensor:
-    batch, rows, nnz = len(x), len(crow_indices) - 1, len(col_indices)
+    batch, rows, nnz = x.shape[0], crow_indices.shape[0] - 1, col_indices.shape[0]  # len() takes longer
     depth, width = x.shape[2] // groups, grad.shape[2] // groups
     values = torch.empty((nnz, groups, depth, width), dtype=dtype, device=x.device)
     if values.numel() == 0:
@@ -107,7 +107,7 @@ def _product(
 ) -> Tensor:
     """Return the product with the blocks in order, or with those that ``blocks`` lists, transposed."""
     transposed = blocks is not None
-    batch, rows, groups = len(x), len(crow) - 1, values.shape[1]
+    batch, rows, groups = x.shape[0], crow.shape[0] - 1, values.shape[1]
     summed, width = values.shape[:1:-1] if transposed else values.shape[2:]
     y = torch.empty((batch, rows, groups * width), dtype=x.dtype, device=x.device)
     if y.numel() == 0:

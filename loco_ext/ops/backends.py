@@ -111,8 +111,9 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
     if device_type not in KERNELS[family][name]:
         return f"{family} has no {name} kernel for {device_type} tensors"
     if name == "triton":
-        command = install_command("triton")
-        return None if _has_triton() else f"triton is not installed: `{command}` in the folder of loco_ext's sources"
+        if _has_triton():
+            return None
+        return f"triton is not installed: `{install_command('triton')}` in the folder of loco_ext's sources"
     if device_type == "cuda" and cuda_library_error is not None:
         return (
             f"the compiled CUDA library could not be loaded ({cuda_library_error}); build loco_ext where torch has "
