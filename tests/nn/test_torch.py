@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from loco_ext import optim
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from tests.covering import slow
+from tests.gpu import needs_gpu
 from tests.processes import run_ranks
 from tests.tolerances import same_bits
 
@@ -151,7 +152,7 @@ def test_autocast_and_half_precision(dtype):
     assert half.deviation().delta_locality == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_layers_move_to_a_gpu_and_grow_there():
     layer = LocallyConnected2d(2, 4, 3, padding=1, input_size=(5, 6), dtype=torch.float64)
     x = torch.randn(3, 2, 5, 6, dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from loco_ext import optim, sparsity
 from loco_ext.sparsity.budget import shrink
 from tests.covering import covering
+from tests.gpu import needs_gpu
 from tests.processes import run_ranks
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, fake_times, macs, network
 
@@ -65,7 +66,7 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, st
     assert all(bool((p[zeros[name]] == 0).all()) for name, p in model.named_parameters())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@needs_gpu
 @pytest.mark.parametrize("method", ["pruning", "penalty"])
 def test_a_network_on_a_gpu_becomes_as_small_and_is_compacted_there(method: str) -> None:
     model, optimizer, budget = controlled("residual", "cuda", method=method)
