@@ -18,7 +18,7 @@ from loco_ext import ops, optim
 from tests.gpu import needs_gpu, no_syncs
 from tests.optim import gpu
 from tests.optim.gpu import BF16, F16, F32, F64, SCALE
-from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, set_gradients
+from tests.optim.stepping import CLASSES, LOCALITY, RICH, clones, make_params, params_of, train
 from tests.optim_step.cases import Case, Gpu, assert_same, make_case
 from tests.optim_step.layouts import KINDS, LAYOUTS, gaps, shifted
 from tests.optim_step.maps import LOCO_2D
@@ -190,9 +190,7 @@ def test_steps_may_be_made_on_other_streams(backend, name):
 def test_checkpoints_with_step_counts_on_the_cpu_are_continued(backend, name):
     ours, reference = gpu.make_twins(name)
     theirs = getattr(torch.optim, name)(clones(params_of(reference)), **RICH[name], foreach=False)
-    for step in range(2):
-        set_gradients(params_of(theirs), step)
-        theirs.step()
+    train(theirs, 2)
     checkpoint = theirs.state_dict()
     assert all(state["step"].is_cpu for state in checkpoint["state"].values())
     for optimizer in (ours, reference):

@@ -17,7 +17,7 @@ from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.ops import backends
 from tests.covering import covering
-from tests.optim.stepping import params_of
+from tests.optim.stepping import params_of, set_gradients, train
 from tests.triton_runs import let_triton_serve_cpus, needs_triton
 
 OPTIONS = {
@@ -40,12 +40,6 @@ def make(name):
         groups[1] |= {"momentum": 0.0, "maximize": True}
     options = {"weight_decay": 0.1, "locality": (0.5, 2.0), **OPTIONS[name]}
     return model, getattr(optim, name.split()[0])(groups, **options)
-
-
-def set_gradients(optimizer):
-    generator = torch.Generator().manual_seed(1)
-    for p in params_of(optimizer):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def step(optimizer):
@@ -337,7 +331,7 @@ def test_momentum_changed_in_place_counts_from_the_next_step_on(number):
     for value in (0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.5, 0.5):
         momentum[()] = value
         for optimizer in (cached, anew):
-            set_gradients(optimizer)
+            set_gradients(params_of(optimizer), 0)
         step_and_compare(cached, anew)
 
 
@@ -349,7 +343,7 @@ def test_a_schedule_of_momentum_keeps_the_calls(penalty):
     for momentum in (0.9, 0.9, 0.9, 0.85, 0.95, 0.5):
         for optimizer in (cached, anew):
             optimizer.param_groups[0]["momentum"] = momentum
-            set_gradients(optimizer)
+            set_gradients(params_of(optimizer), 0)
         step_and_compare(cached, anew)
         calls.append(cached._cache)
     assert calls[2] is not None
@@ -373,11 +367,9 @@ def two_that_have_stepped(name):
     """Return two equal pairs of model and optimizer that have repeated a cached step; their next gradients are set."""
     pairs = make(name), make(name)
     for _, optimizer in pairs:
-        for _ in range(4):
-            set_gradients(optimizer)
-            optimizer.step()
+        train(optimizer, 4)
         assert all(batch._cached is not None for batch in optimizer._cache.batches)
-        set_gradients(optimizer)
+        set_gradients(params_of(optimizer), 0)
     return pairs
 
 
@@ -427,9 +419,7 @@ def test_a_step_that_is_none_is_refused():
 
 def test_a_step_with_other_groups_is_refused_each_time():
     _, optimizer = make("SGD of two rules")
-    for _ in range(3):
-        set_gradients(optimizer)
-        optimizer.step()
+    train(optimizer, 3)
     batch = optimizer._cache.batches[0]
     grads = [param.grad for param in batch.args.params]
     groups, columns = batch.hyper.shape
@@ -443,9 +433,7 @@ def test_a_step_with_other_groups_is_refused_each_time():
 def test_nothing_outlives_its_owner(name):
     """Gradients end with zero_grad, states when they are dropped, and parameters with the step that lacks them."""
     model, optimizer = make(name)
-    for _ in range(3):
-        set_gradients(optimizer)
-        optimizer.step()
+    train(optimizer, 3)
     assert optimizer._cache is not None
     gradient = weakref.ref(first(optimizer).grad)
     optimizer.zero_grad()
@@ -456,8 +444,7 @@ def test_nothing_outlives_its_owner(name):
     parameter, owner = weakref.ref(first(optimizer)), weakref.ref(optimizer)
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(SHAPES[3]))]
     del model
-    set_gradients(optimizer)
-    optimizer.step()
+    train(optimizer, 1)
     gc.collect()
     assert parameter() is None
     del optimizer
@@ -471,9 +458,7 @@ def test_nothing_outlives_its_owner(name):
 def test_an_interrupted_step_is_not_repeated(name, function, steps, monkeypatch):
     """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
     _, optimizer = make(name)
-    set_gradients(optimizer)
-    for _ in range(steps):
-        optimizer.step()
+    train(optimizer, steps)
     made = []
 
     def broken(*args):

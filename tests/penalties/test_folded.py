@@ -13,7 +13,7 @@ from loco_ext import geometry, optim, sparsity
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.penalties.folded import FoldedLayers
 from tests.covering import slow
-from tests.optim.stepping import CLASSES, set_gradients, through_a_file
+from tests.optim.stepping import CLASSES, set_gradients, through_a_file, train
 from tests.penalties.cases import make_norm
 from tests.tolerances import STATIONARY, same_bits
 
@@ -84,9 +84,9 @@ class Problem:
     def loss(self, conv, norm):
         return (norm(conv(self.x)) - self.y).square().sum(1).mean() / 2
 
-    def train(self, conv, norm, optimizer, steps, begin=0):
+    def train(self, conv, norm, optimizer, steps):
         rates = [group["lr"] for group in optimizer.param_groups]
-        for step in range(begin, steps):
+        for step in range(steps):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * min(1.0, 30 ** (1 - 2 * step / steps))
             optimizer.zero_grad()
@@ -284,9 +284,7 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
         with loco_ext.backend(backend), monkeypatch.context() as context:
             if backend == "native":
                 context.delattr(FoldedLayers, "rotate")
-            for step in range(2):
-                set_gradients([*own, *(norm.weight for norm in others)], step)
-                optimizer.step()
+            train(optimizer, 2)
             states = [state for p in own for state in optimizer.state[p].values()]
         results.append([*(p.detach() for p in own), *states, *(norm.weight.detach() for norm in others)])
     for ours, theirs in zip(*results, strict=True):
@@ -355,9 +353,7 @@ def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name, options):
         conv, norm = nn.Conv2d(2, 6, 1, bias=False).double(), make_norm(6).double()
         nn.init.constant_(conv.weight, 0.5)
         optimizer = make_optimizer(name, conv, norm, inner, **options)
-        for step in range(2):
-            set_gradients([conv.weight, *norm.parameters()], step)
-            optimizer.step()
+        train(optimizer, 2)
         results.append((conv.weight.detach(), norm.weight.detach()))
     for of_rings, of_kernels in zip(*results, strict=True):
         torch.testing.assert_close(of_rings, of_kernels)
@@ -434,27 +430,20 @@ def test_a_norm_that_the_optimizer_does_not_step_is_a_typed_error(name, kind):
 def test_random_rounding_is_refused_and_narrow_types_are_shrunk():
     conv, norm = make_layers(dtype=torch.bfloat16)
     optimizer = make_optimizer("SGD", conv, norm, sparsity.RingPenalty(20.0))
-    set_gradients([conv.weight, *norm.parameters()], 0)
-    optimizer.step()
+    train(optimizer, 1)
     assert (conv.weight == 0).any()
     assert norm.weight.dtype == torch.bfloat16
     assert (norm.weight == 0).any()
     optimizer = make_optimizer("SGD", conv, norm, stochastic_rounding=3)
-    set_gradients([conv.weight, *norm.parameters()], 0)
     with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
-        optimizer.step()
+        train(optimizer, 1)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
     whole = make_layers()
     optimizer = make_optimizer(name, *whole)
-
-    def step(layers, chosen, number):
-        set_gradients([layers[0].weight, *layers[1].parameters()], number)
-        chosen.step()
-
-    step(whole, optimizer, 0)
+    train(optimizer, 1)
     state, *weights = through_a_file([each.state_dict() for each in (optimizer, *whole)])
     resumed = make_layers(seed=1)
     for layer, loaded in zip(resumed, weights, strict=True):
@@ -462,10 +451,8 @@ def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
     other = make_optimizer(name, *resumed, sparsity.RingPenalty(1.0))
     other.load_state_dict(state)
     copies = [copy.deepcopy((whole, optimizer)), pickle.loads(pickle.dumps((whole, optimizer))), (resumed, other)]
-    for number in (1, 2):
-        step(whole, optimizer, number)
-        for copied in copies:
-            step(*copied, number)
+    for each in (optimizer, *(copied for _, copied in copies)):
+        train(each, 2, start=1)
     for (conv, norm), _ in copies:
         assert same_bits(conv.weight.detach(), whole[0].weight.detach())
         assert same_bits(norm.weight.detach(), whole[1].weight.detach())

@@ -13,6 +13,7 @@ from loco_ext import geometry, ops, optim, sparsity
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from tests.covering import covering
 from tests.optim.stepping import train
+from tests.optim_step.cases import make_case
 from tests.penalties.cases import make, make_params
 from tests.tolerances import assert_within_ulps, same_bits
 
@@ -128,26 +129,16 @@ def test_without_squares_filters_are_not_joint(backend, linf):
 # ---- the step
 
 
-@pytest.mark.parametrize(("kind", "linf"), [("plain", True), ("Adam", False)])
+@pytest.mark.parametrize(("rule", "linf"), [("sgd", True), ("adam", False)])
 @pytest.mark.usefixtures("native")
-def test_rings_with_thresholds_of_their_own_are_joint_too(linf, kind):
+def test_rings_with_thresholds_of_their_own_are_joint_too(linf, rule):
     weight = torch.randn(4, 5, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
-    grad, zeros = torch.randn_like(weight), torch.zeros_like(weight)
     t, q = torch.tensor([0.3, 0.0, 0.6], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.1], dtype=torch.float64)
-    penalty = ops.StepPenalty(RINGS, t, q, linf, joint=True)
-    results = []
-    for backend in ("native", "reference"):
-        w = weight.clone()
-        with loco_ext.backend(backend):
-            if kind == "plain":
-                hyper = torch.tensor([[0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
-                ops.optim_step_sgd([w], [grad], [], hyper, penalties=[penalty])
-            else:
-                hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
-                moments = [[zeros.clone()], [zeros.clone()]]
-                ops.optim_step_adam([w], [grad], *moments, [], [torch.zeros(())], hyper, penalties=[penalty])
-        results.append(w)
-    ours, theirs = results
+    hyper = (0.1, 0.0, 0.0, 0.0) if rule == "sgd" else (0.1, 0.0, 0.9, 0.99, 1e-3)
+    options = {"penalties": [ops.StepPenalty(RINGS, t, q, linf, joint=True)], "hyper": hyper, "step": 0}
+    case = make_case(rule, [weight.shape], dtypes=[torch.float64] * 3, states=0, **options)
+    case.lists["params"] = [weight]
+    ours, theirs = (case.copy().step(backend).params[0] for backend in ("native", "reference"))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
     assert torch.equal(ours == 0, theirs == 0)
 

@@ -7,8 +7,8 @@ import loco_ext
 from loco_ext import ops, sparsity
 from tests.covering import covering
 from tests.optim.stepping import train
+from tests.optim_step.cases import assert_native_is_reference, make_case
 from tests.penalties.cases import KINDS, SHAPES, make, make_params
-from tests.tolerances import same_bits
 
 SQUARED = sparsity.KernelPenalty(0.3, power=2)
 CONVOLUTIONS = [i for i, shape in enumerate(SHAPES) if len(shape) > 2]
@@ -66,50 +66,30 @@ def test_what_follows_the_step_and_what_ends_it_may_mix():
     """The kernels for GPUs are tested, too."""
     rings = ops.StepPenalty([0] * 9, torch.full((1,), 0.5, dtype=torch.float64))
     halves = ops.LayerPenalty(lambda weight, step, metric: weight * step / 2)
-    hyper = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    starts = [torch.randn(4, 3, 3, 3, dtype=torch.float64) for _ in range(3)]
-    results = []
-    for backend in ("native", "reference"):
-        weights = [start.clone() for start in starts]
-        with loco_ext.backend(backend):
-            grads = [torch.ones_like(start) for start in starts]
-            ops.optim_step_sgd(weights, grads, [], hyper, penalties=[rings, halves, None])
-        results.append(weights)
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q)
-    assert torch.equal(results[0][1], (starts[1] - 0.5) / 4)
-    assert not torch.equal(results[0][0], starts[0] - 0.5)
+    options = {"hyper": (0.5, 0.0, 0.0, 0.0), "penalties": [rings, halves, None]}
+    case = make_case("sgd", [(4, 3, 3, 3)] * 3, dtypes=[torch.float64] * 3, states=0, **options)
+    ours, theirs = (case.copy().step(backend).params for backend in ("native", "reference"))
+    torch.testing.assert_close(ours, theirs)
+    stepped = [p - g / 2 for p, g in zip(case.params, case.lists["grads"], strict=True)]
+    assert torch.equal(ours[1], stepped[1] / 4)
+    assert not torch.equal(ours[0], stepped[0])
 
 
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
-def test_random_rounding_is_of_what_the_prox_leaves(kind):
-    results = []
-    for backend in ("native", "reference"):
-        weight = torch.linspace(-2, 2, 600).view(20, 10, 3).bfloat16()
-        states = [torch.full_like(weight, 0.01 * n) for n in range(1, 4)]
-        penalty = ops.LayerPenalty(lambda w, step, metric: w * 0.999)
-        options = {"penalties": [penalty], "seed": 7, "rounding_step": 3, "ordinals": [5]}
-        with loco_ext.backend(backend):
-            if kind == "momentum":
-                hyper = torch.tensor([[0.5, 0.0, 0.9, 0.0]], dtype=torch.float64)
-                ops.optim_step_sgd([weight], [torch.ones_like(weight)], states[:1], hyper, **options)
-            else:
-                hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
-                lists = [[state] for state in states]
-                steps = [torch.zeros(())]
-                ops.optim_step_adam([weight], [weight / 2], *lists, steps, hyper, amsgrad=True, **options)
-        results.append([weight, *states])
-    assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
+@pytest.mark.parametrize(("rule", "own"), [("sgd", {}), ("adam", {"states": 3, "amsgrad": True})], ids=str)
+def test_random_rounding_is_of_what_the_prox_leaves(rule, own):
+    penalty = ops.LayerPenalty(lambda w, step, metric: w * 0.999)
+    options = {"penalties": [penalty], "seed": 7, "rounding_step": 3, "ordinals": [5], **own}
+    assert_native_is_reference(make_case(rule, [(20, 10, 3)], dtypes=[torch.bfloat16] * 3, **options))
 
 
 @pytest.mark.usefixtures("native")
 def test_functions_get_adams_metric_over_the_learning_rate():
     told = []
     penalty = ops.LayerPenalty(lambda weight, step, metric: told.append((step, metric)) or weight)
-    weight, grad = torch.randn(2, 4, 3, 3, dtype=torch.float64)
-    hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
-    states = [[torch.zeros_like(weight)] for _ in range(2)]
-    ops.optim_step_adam([weight], [grad], *states, [], [torch.zeros(())], hyper, penalties=[penalty])
+    options = {"hyper": (0.1, 0.0, 0.9, 0.99, 1e-3), "penalties": [penalty]}
+    case = make_case("adam", [(4, 3, 3)], dtypes=[torch.float64] * 3, step=0, **options)
+    case.lists["exp_avg_sqs"][0].zero_()
+    case.step()
     ((step, metric),) = told
     assert step == 1.0
-    torch.testing.assert_close(metric, (grad.abs() + 1e-3) / 0.1)
+    torch.testing.assert_close(metric, (case.lists["grads"][0].abs() + 1e-3) / 0.1)
