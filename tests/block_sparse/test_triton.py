@@ -362,14 +362,6 @@ def called(monkeypatch) -> list[tuple[str, torch.dtype, torch.dtype]]:
     return calls
 
 
-def test_without_the_library_the_kernels_are_called_directly(called):
-    problem = make_problem(CASES["convolution"])
-    operands = [t.requires_grad_() for t in (problem.x, problem.values)]
-    y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
-    torch.autograd.grad(y, operands, problem.grad)
-    assert [name for name, *_ in called] == ["matmul", "input_gradient", "value_gradient"]
-
-
 @pytest.mark.parametrize("cast", [torch.bfloat16, F16], ids=str)
 def test_autocast_leaves_values_to_the_kernels(called, cast):
     problem = make_problem(CASES["convolution"], cast)

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("native", "one_thread")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALL_OTHERS = ("reference", *TORCHS_OWN)
-each_optimizer = pytest.mark.parametrize("name", OURS)
 
 
 @cases(*KERNELS, "reference")
@@ -72,7 +71,7 @@ def test_dtypes_mixed_in_a_group_step_as_each_alone(case):
     assert all(map(same_bits, flat_state(together)[: len(params)], params))
 
 
-@each_optimizer
+@pytest.mark.parametrize("name", OURS)
 def test_the_databases_errors_are_raised(name):
     for item in INFOS[name].optim_error_inputs_func("cpu", torch.float32):
         given = item.optimizer_error_input
@@ -84,19 +83,6 @@ def test_the_databases_errors_are_raised(name):
         else:
             with pytest.raises(item.error_type, match=rf"{item.error_regex}|^[a-z_0-9\[\]]+: expected .* got "):
                 OURS[name](params, **given.kwargs)
-
-
-@each_optimizer
-def test_duplicate_parameters_are_refused_before_anything_is_written(name):
-    problem = Problem()
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = OURS[name]([problem.weight, problem.weight])
-    before = problem.weight.clone()
-    problem.closure()
-    with pytest.raises(ValueError, match=r"params\[0\].*params\[1\].*overlap"):
-        optimizer.step()
-    assert torch.equal(problem.weight, before)
-    assert not any(optimizer.state.values())
 
 
 @cases(richest=TORCHS_OWN)

@@ -110,14 +110,6 @@ def test_what_torch_takes_is_taken():
         make("SGD", nesterov=True)
 
 
-def test_a_schedule_may_round_below_zero():
-    optimizer = make("SGD")
-    train(optimizer, 1)
-    for lr in (-2e-19, 0.0):
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("options", "group", "said"),
     [

@@ -105,11 +105,10 @@ def test_a_gradient_that_is_no_number_spoils_its_kernel_alone(kind, value):
 def test_the_number_of_threads_changes_no_bit(kind, penalty):
     shapes = [(shape[0] * 24, *shape[1:]) for shape in ALL_SHAPES]
     results = []
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         torch.set_num_threads(threads)
         results.append(stepped(make_params(shapes=shapes), kind, ALL[penalty], steps=2))
-    for other in results[1:]:
-        assert all(same_bits(p.detach(), q.detach()) for p, q in zip(results[0], other, strict=True))
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(*results, strict=True))
 
 
 def test_random_rounding_is_of_what_the_prox_leaves():

@@ -250,15 +250,6 @@ def test_a_grown_layer_shrinks_back_to_its_convolution():
     assert (layer(x) - conv(x)).std() < conv(x).std() / 4
 
 
-def test_penalties_may_be_named_layer_by_layer():
-    model, penalty = make_model(), sparsity.KernelPenalty(0.1)
-    assert optim.parameter_groups(model, 0.0, penalty={"0": penalty})[0]["penalty"] == [penalty, None]
-    saved = optim.SGD(optim.parameter_groups(model, 0.0, penalty={"0": penalty}), 0.1).state_dict()
-    loaded = optim.SGD(optim.parameter_groups(make_model(), 0.0), 0.1)
-    loaded.load_state_dict(saved)
-    assert loaded.param_groups[0]["penalty"] == [penalty, None]
-
-
 def test_blocks_are_no_convolutions_weight():
     layer = LocallyConnected1d(3, 5, 3, padding=1, input_size=7)
     folded = sparsity.FoldedPenalty(sparsity.RingPenalty(0.1), nn.BatchNorm1d(7))

@@ -207,10 +207,9 @@ def test_a_bad_tau_is_a_typed_error(tau, error):
         RingPenalty(1.0).threshold(torch.ones(3), 1.0)
 
 
-def test_inference_mode_parameters_and_compiled_code_get_the_same():
+def test_inference_mode_and_parameters_get_the_same():
     weight, penalty = torch.randn(3, 2, 3, 3), RingPenalty(0.3, weighting="scaled")
     with torch.inference_mode():
         first = penalty.prox(weight, 0.7)
-    compiled = torch.compile(lambda w: penalty.prox(w, 0.7), backend="aot_eager")
-    for again in (penalty.prox(weight, 0.7), penalty.prox(torch.nn.Parameter(weight), 0.7), compiled(weight)):
+    for again in (penalty.prox(weight, 0.7), penalty.prox(torch.nn.Parameter(weight), 0.7)):
         assert torch.equal(again, first)
