@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from bench import sass
+
 
 @dataclass
 class Warmed:
@@ -65,31 +67,21 @@ def launches(
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Return the number of registers and the bytes of stack, which holds spilled registers."""
-    said = _cuobjdump(cubin, "-res-usage")
+    said = _output("cuobjdump", cubin, "-res-usage")
     return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
 
 
-def instructions(cubin: bytes) -> list[tuple[int, str]]:
-    """Return the address and the text of each machine instruction, in order of addresses."""
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _cuobjdump(cubin, "-sass"))
-    return [(int(address, 16), text) for address, text in found]
+def disassembled(cubin: bytes) -> dict[str, sass.Kernel]:
+    """Return the machine instructions of each kernel."""
+    return sass.parse(_output("nvdisasm", cubin, "-c"))
 
 
-def main_loop(code: list[tuple[int, str]]) -> list[str]:
-    """Return the instructions of the longest loop that does not leave the kernel; [] if there is none."""
-    loops = []
-    for end, text in code:
-        branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", text)
-        if branch is not None and (begin := int(branch[1], 16)) < end:
-            loops.append([one for at, one in code if begin <= at <= end])
-    return max((loop for loop in loops if not any("EXIT" in one for one in loop)), key=len, default=[])
-
-
-def _cuobjdump(cubin: bytes, option: str) -> str:
+def _output(tool: str, cubin: bytes, option: str) -> str:
+    """Return what one of the tools that Triton comes with prints about compiled code."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, option, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [getattr(triton.knobs.nvidia, tool).path, option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout

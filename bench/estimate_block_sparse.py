@@ -209,7 +209,8 @@ def estimate(product: str, call: Call, launch: Any, arch: int, tf32: bool) -> di
     form, warps, cubin = options["FORM"], options["num_warps"], code.asm["cubin"]
     work = (product_work if name == "product_kernel" else values_work)(call, form)
     used, shared = ahead_of_time.resources(cubin), code.metadata.shared
-    loop = len(ahead_of_time.main_loop(ahead_of_time.instructions(cubin)))
+    (kernel,) = ahead_of_time.disassembled(cubin).values()
+    loop = len(kernel.main_loop())
     resident = min((gpu.shared_memory + 1024) // (shared + 1024), REGISTERS // (32 * warps * used["REG"]))
     busy = programs / (cdiv(programs, gpu.multiprocessors) * gpu.multiprocessors)
     seconds = {

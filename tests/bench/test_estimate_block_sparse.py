@@ -5,28 +5,12 @@ import json
 import pytest
 import torch
 
-from bench import ahead_of_time, estimate_block_sparse, generated, tables
+from bench import estimate_block_sparse, generated, tables
 from bench.block_sparse_peers import Layer
 from loco_ext.geometry import BlockPattern
 from tests.triton_runs import needs_compiler
 
 pytestmark = needs_compiler
-
-SASS = [
-    (0x00, "MOV R1, c[0x0][0x28]"),
-    (0x10, "LDGSTS.E.BYPASS.128 [R2], [R4.64]"),
-    (0x20, "@!P0 BRA 0x60"),
-    (0x30, "HMMA.16816.F32.BF16 R4, R8, R12, R4"),
-    (0x40, "@P1 BRA 0x30"),
-    (0x50, "@P2 BRA P3, 0x10"),
-    (0x60, "EXIT"),
-    (0x70, "BRA 0x00"),
-]
-
-
-def test_the_main_loop_is_the_longest_that_stays_in_the_kernel():
-    assert ahead_of_time.main_loop(SASS) == [text for address, text in SASS if 0x10 <= address <= 0x50]
-    assert ahead_of_time.main_loop(SASS[:3]) == []
 
 
 def test_a_floor_is_each_tensor_once():

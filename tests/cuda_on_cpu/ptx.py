@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from tests.cuda_on_cpu.ptxas import demangled
+from bench.sass import demangled
 
 _KERNEL = re.compile(r"\.entry\s+(\w+)\s*\(.*?^\{(.*?)^\}", re.MULTILINE | re.DOTALL)
 # Inline assembly may stand in braces. Only instructions begin with a letter and continue with these characters.

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
+from bench.sass import demangled
 from tests.setup_script import run_setup
 
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
@@ -86,18 +87,6 @@ def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, inc
             part.rename(made)
         made.touch()
     return Compiled(made, source.stem)
-
-
-def demangled(names: Sequence[str]) -> list[str]:
-    """Return the C++ names of symbols without (lower-case) namespaces; mangled ones if no demangler is installed."""
-    tool = shutil.which("cu++filt") or shutil.which("c++filt")
-    if not tool or not names:
-        return list(names)
-    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [
-        re.sub(r"(\b[a-z_]\w*|\(anonymous namespace\))::", "", name).removeprefix("void ")
-        for name in done.stdout.splitlines()
-    ]
 
 
 def parse(report: str) -> list[Usage]:

@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 from torch.utils.cpp_extension import include_paths
 
-from tests.cuda_on_cpu import ptx, ptxas, sass
+from bench import ahead_of_time, sass
+from tests.cuda_on_cpu import ptx, ptxas
 from tests.cuda_on_cpu.build import CSRC, cuda_includes, need_cuda_headers, need_nvcc, objects_folder
 from tests.setup_script import run_setup
 
@@ -158,7 +159,7 @@ def test_step_kernels_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_do(ru
 def disassembled(name, target):
     """Return the kernels of a source, keyed by their names without parameters, and the source's budget."""
     source = CSRC / name
-    code = sass.disassemble(compiled(source).cubin(target))
+    code = ahead_of_time.disassembled(compiled(source).cubin(target).read_bytes())
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())
     return {name.partition("(Parameters")[0]: kernel for name, kernel in code.items()}, budget
 
@@ -206,6 +207,7 @@ SASS = """
 //--------------------- .text._Z4stepPf      --------------------------
 	.section	.text._Z4stepPf,"ax",@progbits
 .text._Z4stepPf:
+.L_x_0:
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
@@ -220,16 +222,22 @@ SASS = """
 .L_x_3:
         /*0090*/                   IADD3 R0, R0, 0x1, RZ ;
         /*00a0*/               @P3 BRA `(.L_x_1) ;
-        /*00b0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   IADD3 R0, R0, 0x1, RZ ;
+        /*00c0*/               @P3 BRA `(.L_x_4) ;
+        /*00d0*/                   EXIT ;
+        /*00e0*/                   BRA `(.L_x_0) ;
 """
 
 
-def test_the_shortest_pass_of_a_loop_calls_nothing():
+def test_loops_are_found_and_their_shortest_pass_calls_nothing():
     ((name, kernel),) = sass.parse(SASS).items()
     assert name in ("step(float*)", "step(float *)", "_Z4stepPf")
     assert kernel.loop() == range(1, 11)
     assert kernel.shortest_pass() == 5
-    assert kernel.innermost_loops() == [range(1, 11)]
+    assert kernel.innermost_loops() == [range(1, 11), range(11, 13)]
+    assert kernel.main_loop() == range(1, 11)
+    assert sass.Kernel(["EXIT"], {}).main_loop() == range(0)
     assert kernel.shortest_pass(kernel.loop(), lambda one: "FADD" in one) == 0
     assert kernel.count("FADD", kernel.loop()) == 2
 

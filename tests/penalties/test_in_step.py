@@ -12,16 +12,7 @@ import loco_ext
 from loco_ext import ops, optim, sparsity
 from tests.covering import covering
 from tests.optim.stepping import CLASSES, LAYOUTS, clones, set_gradients, through_a_file, train
-from tests.penalties.cases import (
-    DTYPES,
-    KINDS,
-    PENALTIES,
-    SHAPES,
-    assert_near,
-    make,
-    make_params,
-    stepped,
-)
+from tests.penalties.cases import DTYPES, KINDS, PENALTIES, SHAPES, assert_near, make, make_params, stepped
 from tests.tolerances import same_bits
 
 # Runs every test with the CPU's kernels and with the GPU's, except for those of groups and checkpoints.

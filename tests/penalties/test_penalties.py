@@ -9,10 +9,7 @@ from loco_ext import optim, sparsity
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
-from tests.tolerances import (
-    assert_within_ulps,
-    same_bits,
-)
+from tests.tolerances import assert_within_ulps, same_bits
 
 NORMS = ("l2", "linf")
 KINDS = (("half", "top_left"), ("half", "bottom_right"), ("full", "auto"))

@@ -1,14 +1,10 @@
 """Parser of SASS, what a GPU executes: a kernel's loops, and how many instructions they take at least."""
 
 import re
+import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import triton
-
-from tests.cuda_on_cpu.ptxas import demangled
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -45,6 +41,11 @@ class Kernel:
         """Return the places of the loop that has the most loads of 16 bytes."""
         return max(self.loops(), key=lambda places: (self.loads(places), -len(places)))
 
+    def main_loop(self) -> range:
+        """Return the places of the longest loop that does not leave the kernel, none if there is no such loop."""
+        inside = (places for places in self.loops() if not self.count("EXIT", places))
+        return max(inside, key=len, default=range(0))
+
     def count(self, pattern: str, places: range) -> int:
         """Return the number of instructions in which the regular expression is found."""
         return sum(bool(re.search(pattern, self.instructions[i])) for i in places)
@@ -79,6 +80,18 @@ class Kernel:
         return left[places[0]]
 
 
+def demangled(names: Sequence[str]) -> list[str]:
+    """Return the C++ names of symbols without (lower-case) namespaces; mangled ones if no demangler is installed."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if not tool or not names:
+        return list(names)
+    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+    return [
+        re.sub(r"(\b[a-z_]\w*|\(anonymous namespace\))::", "", name).removeprefix("void ")
+        for name in done.stdout.splitlines()
+    ]
+
+
 def is_float64(instruction: str) -> bool:
     """Return whether an instruction is of the float64 units, of which many GPUs have one for 64 of float32."""
     return bool(_FLOAT64.search(instruction))
@@ -97,10 +110,3 @@ def parse(text: str) -> dict[str, Kernel]:
                 kernel.instructions.append(instruction[1])
         kernels.append(kernel)
     return dict(zip(demangled(parts[0::2]), kernels, strict=True))
-
-
-def disassemble(cubin: Path) -> dict[str, Kernel]:
-    """Return the kernels of a compiled file, by the disassembler that Triton comes with."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    done = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True, timeout=300)
-    return parse(done.stdout)
