@@ -38,5 +38,5 @@ def on_device(device: torch.device) -> torch.cuda.device | nullcontext[None]:
         >>> with on_device(torch.device("cpu")):
         ...     x = torch.ones(3)
     """
-    # torch.cuda takes ten times as long with a torch.device as with its index.
+    # torch.cuda takes ten times as long with a torch.device.
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
