@@ -56,9 +56,22 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(f"{path}: expected dense tensors with data, {name!r} is not")
     _check_size(path, tensors)
-    while prefix := _wrapper_of(tensors.keys() - {_COUNT}):
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name != _COUNT}
-    return tensors
+    return without_wrappers(tensors)[1]
+
+
+def without_wrappers(state: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the prefixes of wrappers that all names of a state dict begin with, and its entries without them.
+
+    The modules of a network may have such names themselves: then the first result tells what its own file lacks.
+
+    >>> without_wrappers({"_orig_mod.module.0.weight": 1})
+    ('_orig_mod.module.', {'0.weight': 1})
+    """
+    prefixes, entries = "", dict(state)
+    while prefix := _wrapper_of(entries.keys() - {_COUNT}):
+        entries = {name.removeprefix(prefix): value for name, value in entries.items() if name != _COUNT}
+        prefixes += prefix
+    return prefixes, entries
 
 
 def _wrapper_of(names: Set[str]) -> str | None:

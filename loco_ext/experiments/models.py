@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.experiments.own_model import own_model
-from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint, without_wrappers
 
 
 def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8, *, width: float = 1.0) -> nn.Sequential:
@@ -273,8 +273,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         CheckpointError: the file cannot be read, or its names or shapes are those of another network.
     """
+    prefix, _ = without_wrappers(model.state_dict())
     try:
-        model.load_state_dict(read_checkpoint(path))
+        model.load_state_dict({prefix + name: value for name, value in read_checkpoint(path).items()})
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise CheckpointError(f"{path}: weights of another network: {lines[-1].strip()}") from error

@@ -20,6 +20,7 @@ from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError, budget_of
+from loco_ext.foreign_checkpoints import without_wrappers
 from loco_ext.output import progress_bar
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.regularizers import PILCRO, data_smoothness
@@ -72,7 +73,12 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
     """
-    layers = settings.locality if isinstance(settings.locality, Mapping) else None
+    prefix, _ = without_wrappers(model.state_dict())  # which the command analyze leaves out of names
+    layers = (
+        {prefix + name: factors for name, factors in settings.locality.items()}
+        if isinstance(settings.locality, Mapping)
+        else None
+    )
     everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
     penalties = layer_penalties(settings, model, data) if settings.solver == "prox" else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from loco_ext import option_parsers
 from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.tables import PARTS
 from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.cli import main
+from loco_ext.experiments.models import load_weights
+from loco_ext.experiments.settings import from_preset
+from loco_ext.experiments.train import make_optimizer
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
@@ -225,6 +230,16 @@ def test_wrappers_of_any_order_and_empty_entries_are_looked_through(tmp_path):
     network.register_buffer("n_averaged", torch.zeros(1))  # is not AveragedModel's entry of this name
     torch.save(torch.optim.swa_utils.AveragedModel(network).state_dict(), tmp_path / "average.pt")
     assert read_checkpoint(tmp_path / "average.pt").keys() == network.state_dict().keys()
+
+
+def test_a_network_whose_own_module_has_a_wrappers_name_is_trained_on_from_its_weights_and_its_locality(tmp_path):
+    first, second = (nn.Sequential(OrderedDict(module=make_model(seed))) for seed in (0, 1))
+    load_weights(second, write(tmp_path / "m.pt", first, "torch"))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert main(["analyze", str(tmp_path / "m.pt"), "--out", str(tmp_path), "--quiet", "--stat", "abs"]) == 0
+    factors = option_parsers.locality(str(tmp_path / "analysis.json"))
+    optimizer = make_optimizer(from_preset("quick", model="small", data="digits", locality=factors), second)
+    assert factors["4"] in optimizer.param_groups[0]["locality"]
 
 
 def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):
