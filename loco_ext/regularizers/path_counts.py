@@ -75,7 +75,7 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
             for name, p in model.named_parameters()
         }
         x = torch.ones(1, *sizes, dtype=torch.float64, device=device, requires_grad=True)
-        y = functional_call(model, ones, (x,))
+        y = functional_call(model, ones, (x.clone(),))  # the model may write to its input
         if not isinstance(y, Tensor):
             raise TypeError(f"model: expected an output tensor, got {type(y).__name__}")
         (counts,) = torch.autograd.grad(y.sum() / y.numel(), x)

@@ -114,8 +114,11 @@ def test_paths_are_counted_by_what_each_layer_reads():
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Conv1d(1, 2, 3), loco_nn.LocallyConnected1d(1, 2, 3, input_size=5), nn.Linear(5, 3), nn.Dropout(), nn.ReLU()],
-    ids=lambda layer: type(layer).__name__,
+    [
+        *(nn.Conv1d(1, 2, 3), loco_nn.LocallyConnected1d(1, 2, 3, input_size=5), nn.Linear(5, 3)),
+        *(nn.Dropout(), nn.ReLU(), nn.ReLU(inplace=True)),
+    ],
+    ids=str,
 )
 def test_a_layer_alone_is_a_model(layer):
     assert torch.equal(regularizers.path_counts(layer, (1, 5)), regularizers.path_counts(nn.Sequential(layer), (1, 5)))
