@@ -14,6 +14,7 @@ from loco_ext.experiments import files
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.image_folder import image_folder
 from loco_ext.experiments.samples import Samples
+from loco_ext.output import note, one_line
 
 # Small enough a training set that the accuracy does not saturate; large enough a test set for three digits.
 DIGITS_TRAIN_SIZE = 800
@@ -112,7 +113,7 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
     Args:
         name: "digits", one of "cifar10", "cifar100", "fashion-mnist", see :mod:`loco_ext.experiments.files`, or
             "folder", see :func:`loco_ext.experiments.image_folder.image_folder`.
-        folder: where its files are; "digits" needs none, and leaves one that is there alone.
+        folder: where its files are; "digits" needs none, and says so if there is one.
         image_size: height and width to resize the images of "folder" to; None means IMAGE_SIZE.
 
     Raises:
@@ -123,6 +124,8 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
     if name == "digits":
         if folder is not None and not folder.is_dir():
             raise DataError(f"folder: expected none for digits, or a folder, got {str(folder)!r}")
+        if folder is not None:
+            note(f"The digits are scikit-learn's, nothing in {one_line(str(folder))} is read")
         return Dataset(name, *digits(), classes=FORMATS[name].classes, augmented=False)
     if folder is None:
         raise DataError(f"folder: expected the folder that holds the files of the data set {name}, got none")

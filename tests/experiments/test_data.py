@@ -110,8 +110,9 @@ def test_an_unknown_data_set_is_named():
         data.load("imagenet", None)
 
 
-def test_digits_need_no_files_and_are_those_of_scikit_learn():
-    found, again = data.load("digits", None), data.load("digits", None)
+def test_digits_need_no_files_and_are_those_of_scikit_learn(tmp_path, capsys):
+    found, again = data.load("digits", None), data.load("digits", tmp_path)
+    assert capsys.readouterr().err == f"The digits are scikit-learn's, nothing in {tmp_path} is read\n"
     assert torch.equal(found.train.images, again.train.images)
     images = torch.cat([found.train.images, found.test.images])
     labels = torch.cat([found.train.labels, found.test.labels])
