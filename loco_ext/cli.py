@@ -1,5 +1,6 @@
 """The command line, ``loco-ext``. A user's error prints one line on stderr and exits with code 2."""
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported here, so that an interrupt is caught from the start.
         from loco_ext import commands
 
+        if isinstance(sys.stdout, io.TextIOWrapper):  # stderr escapes what its encoding lacks, stdout would raise
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return commands.run(argv)
         finally:

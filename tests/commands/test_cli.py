@@ -1,5 +1,6 @@
 """Behaviour shared by all commands: exit codes, option names, output streams, and lazy imports."""
 
+import io
 import os
 import subprocess
 import sys
@@ -33,6 +34,16 @@ def test_a_process_without_an_output_ends_well(monkeypatch):
     monkeypatch.setattr(commands, "run", lambda argv: 0)
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["info"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("encoding", "told"), [("ascii", b"runs/\\xe9 \\udcff\n"), ("utf-8", b"runs/\xc3\xa9 \\udcff\n")]
+)
+def test_what_the_outputs_encoding_lacks_is_escaped(monkeypatch, encoding, told):
+    monkeypatch.setattr(commands, "run", lambda argv: print("runs/\xe9 \udcff") or 0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    assert main(["info"]) == 0
+    assert sys.stdout.buffer.getvalue() == told
 
 
 @pytest.mark.slow
