@@ -10,7 +10,7 @@ namespace loco {
 // given. `seed` turns on stochastic rounding. With `shapes`, parameters of any other shapes are refused.
 // optim_step_cached also returns a tensor that owns the step (optim_step/cached_step.h). optim_step_again makes it once
 // more, for parameters and states that lie where they did, or returns false, with nothing written, if the gradients do
-// not fit it. With `check` it only says whether they do. Only the CPU takes `scales`, in optim_step.
+// not fit it. With `check` it only says whether they do.
 //
 // optim_step_table takes the same arguments and writes nothing. It returns the table for GPU kernels, uint8 on the CPU,
 // where its sections and launches begin (bind_table.cpp), and the step, for which optim_step_table_again writes the
@@ -27,11 +27,11 @@ namespace loco {
 //
 // Each part of mixed_conv2d has filters of one size and four entries of `pads`: above, below, left, right. Channel i of
 // the result is computed by filter order[i], counted over all parts.
-#define LOCO_STEP_ARGS                                                                                            \
-  "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "    \
-  "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "  \
-  "Tensor[] penalties, int[] penalty_index, Tensor(e!)[] scales, int[] scale_index, Tensor? grad_scale, Tensor? " \
-  "found_inf, int[] ordinals, int? seed, int rounding_step, Tensor? shapes"
+#define LOCO_STEP_ARGS                                                                                           \
+  "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "   \
+  "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, " \
+  "Tensor[] penalties, int[] penalty_index, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, "  \
+  "int rounding_step, Tensor? shapes"
 
 #define LOCO_AGAIN_ARGS                                                                                         \
   "Tensor cached, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor? grad_scale, Tensor? " \

@@ -107,13 +107,8 @@ void negate(T* g, int64_t count) {
   for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
 }
 
-template <typename T>
-void add_product(T* g, int64_t count, T factor, const T* w) {
-  for (int64_t i = 0; i < count; ++i) g[i] += factor * w[i];
-}
-
-const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate, add_product};
-const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate, add_product};
+const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate};
+const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate};
 
 LOCO_KERNELS_END
 }  // namespace loco::optim_step

@@ -28,9 +28,8 @@ struct BlockKernels {
   // Update w, the states and the metric of a block in place (formulas: math.h).
   void (*sgd)(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars);
   void (*adam)(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& scalars);
-  void (*unscale)(T* g, int64_t count, T scale);                   // g = g / scale
-  void (*negate)(T* g, int64_t count);                             // g = -g
-  void (*add_product)(T* g, int64_t count, T factor, const T* w);  // g = g + factor w
+  void (*unscale)(T* g, int64_t count, T scale);  // g = g / scale
+  void (*negate)(T* g, int64_t count);            // g = -g
 };
 
 LOCO_TABLES(avx2, BlockKernels, blocks)  // wider vectors are no faster: a step waits for memory or for divisions

@@ -79,7 +79,6 @@ struct Job {
   double lr;
   void* metric;  // T*, output from element `origin` on; null: not needed
   int64_t origin;
-  double pull;  // this times the weight joins its gradient
 };
 
 template <typename T>
@@ -91,96 +90,26 @@ struct Workspace {
 };
 
 // Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous.
-// T: the compute dtype. With scales, the penalty of filter j is either s_j Omega(k) or (s_j Omega(k))^2, where Omega is
-// the sum of its norms by their thresholds, and the filter keeps its length.
+// T: the compute dtype.
 template <class Rule, typename T>
 class Shrinkage {
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
-      : penalty_(*tensor.penalty),
-        thresholds_(penalty_.squared.empty() ? penalty_.plain : penalty_.squared),
-        solver_(tensor.shape()),
-        step_(Rule::prox_step(row, lr, tensor.state[0].data != nullptr)),
-        scales_(tensor.scales),
-        filters_(tensor.filters) {
-    if (scales_) shrunk_.resize(tensor.numel / tensor.filters);
-    for (int n = 0; n < penalty_.rings(); ++n) {
-      plain_[n] = step_ * penalty_.plain[n];
-      if (squares()) squared_[n] = std::sqrt(step_) * penalty_.squared[n];
+      : squares_(!tensor.penalty->squared.empty()), solver_(tensor.shape()) {
+    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
+    for (int n = 0; n < tensor.penalty->rings(); ++n) {
+      plain_[n] = step * tensor.penalty->plain[n];
+      if (squares_) squared_[n] = std::sqrt(step) * tensor.penalty->squared[n];
     }
   }
 
-  // Returns the coefficient of filter j, which has not been updated, in the gradient of its penalty, 0 without scales
-  // or a metric. The penalty is a function of Omega(k) / ||k||: the prox is that of Omega, and 1 / ||k|| pulls
-  // outwards.
-  double pull(const T* w, int64_t j) {
-    if (!scales_ || !Rule::has_metric || !rotates()) return 0;
-    const Size size = measure(w);
-    before_ = size.length;
-    const double of_rings = squares() ? size.sum : size.sum - thresholds_.back() * size.length;
-    const double coefficient = -slope(scales_[j], size.sum) * of_rings / (size.length * size.length);
-    return std::isfinite(coefficient) ? coefficient : 0;
-  }
-
-  // Shrinks filter j, which has been updated. metric: null if the rule has none.
-  void apply(T* w, const T* metric, int64_t j) {
-    if (!scales_) return solver_.prox(w, metric, {plain_, squares() ? squared_ : nullptr}, false, w);
-    scales_[filters_ + j] = rotates() && scales_[j] > 0 && step_ > 0 ? rotate(w, metric, scales_[j]) : measure(w).sum;
-  }
+  // Shrinks a filter that has been updated. metric: null if the rule has none.
+  void apply(T* w, const T* metric) { solver_.prox(w, metric, {plain_, squares_ ? squared_ : nullptr}, false, w); }
 
  private:
-  struct Size {
-    double length, sum;  // ||k||, and Omega(k)
-  };
-
-  bool squares() const { return !penalty_.squared.empty(); }
-  // Returns whether the penalty depends on a filter's direction, not only on its length.
-  bool rotates() const { return penalty_.rings() > 1; }
-
-  // Returns the derivative of a filter's penalty for its Omega(k), given as `sum`.
-  double slope(double scale, double sum) const { return squares() ? 2 * scale * scale * sum : scale; }
-
-  // Applies the prox to the filter's direction, and returns Omega of the result. The filter keeps the length that it
-  // has after the update, with a metric that before it. In a metric a square is solved as it is: with its slope at the
-  // filter before the prox, steps would come to rest elsewhere.
-  double rotate(T* w, const T* metric, double scale) {
-    const Size size = metric ? Size{before_, 0} : measure(w);
-    double plain[ring_prox::kMaxRings], squared[ring_prox::kMaxRings];
-    const bool solves_square = metric && squares();
-    const double slope_of_step = solves_square ? 0 : step_ * slope(scale, size.sum);
-    const int last = penalty_.rings() - 1;
-    for (int n = 0; n <= last; ++n) {
-      plain[n] = n < last ? slope_of_step * thresholds_[n] : 0;
-      squared[n] = scale * squared_[n];
-    }
-    solver_.prox(w, metric, {plain, solves_square ? squared : nullptr}, false, shrunk_.data());
-    const Size shrunk = measure(shrunk_.data());
-    const T factor = static_cast<T>(size.length / shrunk.length);
-    if (!(shrunk.length > 0) || !std::isfinite(factor)) return measure(w).sum;
-    ring_prox::rows<T>().multiply(shrunk_.data(), static_cast<int64_t>(shrunk_.size()), factor, w);
-    return shrunk.sum * factor;
-  }
-
-  Size measure(const T* w) {
-    double norms[ring_prox::kMaxRings];
-    solver_.norms(w, norms);
-    Size size{0, 0};
-    for (int n = 0; n < penalty_.rings(); ++n) {
-      size.length = std::hypot(size.length, norms[n]);
-      size.sum += thresholds_[n] * size.length;
-    }
-    return size;
-  }
-
-  const ring_prox::Penalty& penalty_;
-  const std::vector<double>& thresholds_;  // of Omega, with scales
+  const bool squares_;
   ring_prox::FilterSolver<T> solver_;
-  const double step_;
-  double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings] = {};
-  double* const scales_;  // [2, filters], or null
-  const int64_t filters_;
-  double before_ = 0;  // with a metric, the length of the filter before its update
-  std::vector<T> shrunk_;
+  double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
 };
 
 template <class Rule>
@@ -204,7 +133,7 @@ class Step {
     const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
     const bool stochastic = call_.rounding.stochastic && t.w.dtype == DType::bf16;
-    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0, 0};
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0};
     if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
@@ -228,8 +157,7 @@ class Step {
   template <typename T>
   void run(const Segment& segment) const {
     const Job<Rule>& job = jobs_[segment.tensor];
-    if (job.tensor->penalty && (job.lr != 0 || job.tensor->scales))
-      return step_filters<T>(job, segment.begin, segment.end);
+    if (job.tensor->penalty && job.lr != 0) return step_filters<T>(job, segment.begin, segment.end);
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
@@ -250,9 +178,8 @@ class Step {
       filter_job.origin = at;
       T* const w = fetch(t.w, at, numel, values);
       if (!in_place<T>(t.w)) filter_tensor.w = {w - at, dtype_of<T>, nullptr};
-      filter_job.pull = shrinkage.pull(w, at / numel);
       run_blocks<T>(filter_job, at, at + numel);
-      shrinkage.apply(w, static_cast<const T*>(filter_job.metric), at / numel);
+      shrinkage.apply(w, static_cast<const T*>(filter_job.metric));
       put_back(job, w, at, numel);
     }
   }
@@ -291,7 +218,6 @@ class Step {
   bool is_staged(const Job<Rule>& job) const {
     const TensorStep& t = *job.tensor;
     bool staged = job.fill || call_.options.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
-    staged = staged || job.pull != 0;
     for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
     return staged;
   }
@@ -310,7 +236,6 @@ class Step {
     block.count = count;
     block.w = stage(t.w, 0);
     block.g = space ? gradient(t.g, begin, count, space->operands[1]) : stage(t.g, 1);
-    if (job.pull != 0) blocks<T>().add_product(space->operands[1], count, static_cast<T>(job.pull), block.w);
     for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], 2 + k);
     block.table = static_cast<const T*>(job.table);
     block.period = job.period;

@@ -76,7 +76,6 @@ void Gather::read(const StepArgs& args) {
   check_length_unless_empty("group_index", args.group_index, count);
   check_length_unless_empty("map_index", args.map_index, count);
   check_length_unless_empty("penalty_index", args.penalty_index, count);
-  check_length_unless_empty("scale_index", args.scale_index, count);
   if (args.seed) check_length("ordinals", args.ordinals.size(), count);
   const int states = state_count<Rule>(args);
   check_length_unless_empty("first", args.first, states * count);
@@ -185,8 +184,6 @@ void Gather::read_param(const StepArgs& args, size_t index) {
   if (map != -1) read_map(args.maps[map], index, map);
   const int64_t penalty = read_index("penalty_index", args.penalty_index, index, -1, penalties_.size());
   if (penalty != -1) read_penalty(index, penalty);
-  const int64_t scales = read_index("scale_index", args.scale_index, index, -1, args.scales.size());
-  if (scales != -1) read_scales(args.scales[scales], index, scales);
   step.first = !args.first.empty() && args.first[index] != 0;
   if (!args.seed) return;
   step.ordinal = static_cast<uint32_t>(args.ordinals[index]);
@@ -258,22 +255,6 @@ void Gather::read_penalty(size_t index, int64_t which) {
   step.penalty = &penalty;
   step.filters = view.sizes[0];
   step.channels_fastest = !contiguous;
-}
-
-void Gather::read_scales(TensorRef scales, size_t index, int64_t which) {
-  const View view = view_of(scales, "scales", which);
-  TensorStep& step = steps_[index];
-  if (step.numel == 0) return;
-  LOCO_CHECK(device_.type == DeviceId::cpu().type && step.penalty, "scales[", which, "]: expected params[", index,
-             "] on the CPU, with a penalty");
-  const ring_prox::Penalty& penalty = *step.penalty;
-  const bool plain = std::any_of(penalty.plain.begin(), penalty.plain.end(), [](double t) { return t != 0; });
-  LOCO_CHECK(penalty.squared.empty() || !plain, "scales[", which, "]: expected a penalty of params[", index,
-             "] with plain or with squared thresholds, got both");
-  const bool fits = view.dtype == DType::f64 && view.ndim == 2 && view.sizes[0] == 2 && view.sizes[1] == step.filters;
-  LOCO_CHECK(fits && view.strides[0] == view.sizes[1] && view.strides[1] == 1, "scales[", which,
-             "]: expected a contiguous float64 tensor of shape (2, ", step.filters, "), got shape ", shape_text(view));
-  step.scales = static_cast<double*>(view.data);
 }
 
 void Gather::read_counter(TensorRef counter, size_t index) {

@@ -56,7 +56,6 @@ class Gather {
   static void check_shapes(const TensorList& params, const Tensor& expected);
   void read_map(TensorRef map, size_t index, int64_t which);
   void read_penalty(size_t index, int64_t which);
-  void read_scales(TensorRef scales, size_t index, int64_t which);
   void read_counter(TensorRef counter, size_t index);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);

@@ -34,8 +34,8 @@ StepArgs unpack(StableIValue* stack) {
   Stack from{stack};
   const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
   take(a.rule, a.options, a.params, a.grads, a.states, a.steps, a.first, a.hyper, a.group_index, a.lrs, a.lr_index,
-       a.maps, a.map_index, a.penalties, a.penalty_index, a.scales, a.scale_index, a.grad_scale, a.found_inf,
-       a.ordinals, a.seed, a.rounding_step, a.shapes);
+       a.maps, a.map_index, a.penalties, a.penalty_index, a.grad_scale, a.found_inf, a.ordinals, a.seed,
+       a.rounding_step, a.shapes);
   return a;
 }
 

@@ -12,8 +12,8 @@ namespace loco::optim_step {
 
 using Ints = std::vector<int64_t>;
 
-// Lists have one entry per parameter unless stated otherwise. hyper, maps, penalties, scales and shapes are float64 on
-// the CPU, all other tensors on the device of the first parameter.
+// Lists have one entry per parameter unless stated otherwise. hyper, maps, penalties and shapes are float64 on the CPU,
+// all other tensors on the device of the first parameter.
 struct StepArgs {
   RuleId rule;
   Options options;
@@ -29,8 +29,6 @@ struct StepArgs {
   Ints map_index;        // index into maps; -1: uniform decay; empty: uniform for all
   TensorList penalties;  // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
   Ints penalty_index;    // index into penalties; -1: none; empty: none at all
-  TensorList scales;     // each [2, filters]: of a penalty on directions, see TensorStep
-  Ints scale_index;      // index into scales; -1: none; empty: none at all
   std::optional<Tensor> grad_scale, found_inf;
   Ints ordinals;  // read only for stochastic rounding
   std::optional<int64_t> seed;

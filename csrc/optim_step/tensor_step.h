@@ -24,11 +24,7 @@ struct TensorStep {
   const ring_prox::Penalty* penalty;  // its prox ends the step; null: none
   int64_t filters;                    // with a penalty: number of filters, each of numel / filters consecutive elements
   bool channels_fastest;              // with a penalty: channels vary fastest in a filter; else taps do
-  // With a penalty on the filters' directions, [2, filters], else null. The thresholds of filter j, all plain or all
-  // squared, are multiplied by scales[j]. The filter keeps its length. Adam's gradient has the part of the penalty that
-  // pulls along the filter. scales[filters + j] becomes the sum over n of its threshold times ||k(G_n)||. CPU only.
-  double* scales;
-  uint32_t ordinal;  // identifies the parameter, for stochastic rounding
+  uint32_t ordinal;                   // identifies the parameter, for stochastic rounding
 
   // Returns the shape of a filter, with a penalty.
   ring_prox::Shape shape() const {

@@ -195,9 +195,6 @@ def run_step(args: StepArgs) -> None:
     if not args.params:
         return
     chosen = backends.choose(_FAMILY, args.params[0].device)
-    for i, (param, penalty) in enumerate(zip(args.params, args.penalties, strict=False)):
-        if isinstance(penalty, StepPenalty) and penalty.scales is not None:
-            _check_takes_scales(chosen, param, penalty, i)
     if chosen == "reference":
         check_step(args, by_kernels=False)
         _reference.optim_step(args)
@@ -283,14 +280,6 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     step_then_prox(
         replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
     )
-
-
-def _check_takes_scales(chosen: str, param: Tensor, penalty: StepPenalty, index: int) -> None:
-    if chosen != "native" or not param.is_cpu or not applied_by_kernels(param, penalty):
-        raise NotImplementedError(
-            f"penalties[{index}]: expected no scales but for compiled kernels on the CPU, and for a weight that is "
-            f"contiguous or channels_last, got them in {chosen} on {param.device} for strides {param.stride()}"
-        )
 
 
 def _has_compute_dtype(tensor: Tensor, param: Tensor) -> bool:

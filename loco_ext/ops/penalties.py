@@ -16,11 +16,7 @@ MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
 
-    If ``joint``, the squared sum runs over all filters. With ``scales``, the penalty is on the filters' directions, as
-    :class:`loco_ext.sparsity.FoldedPenalty` describes. The ``t_n`` or ``q_n`` of filter ``j`` are multiplied by
-    ``scales[0, j]``. The filter keeps its length. In Adam, the step adds the part of the penalty that pulls along the
-    filter to the gradient. Only compiled kernels on the CPU accept ``scales``, for contiguous and channels_last
-    weights.
+    If ``joint``, the squared sum runs over all filters.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
@@ -28,12 +24,10 @@ class StepPenalty:
         squared: ``q``, likewise; None for zeros.
         linf: whether groups are measured by their largest weight instead of the Euclidean norm.
         joint: whether the squared sum runs over all filters of the parameter.
-        scales: ``(2, C_out)``, float64 on the CPU, without ``linf`` and ``joint``, and with ``squared`` only if the
-            thresholds are zeros; the step writes the second row: each filter's ``sum_n (t_n + q_n) ||k(G_n)||``.
 
     Raises:
-        TypeError: thresholds or scales are not float64 on the CPU.
-        ValueError: there are more than 64 groups; scales have another shape, or other arguments exclude them.
+        TypeError: thresholds are not float64 on the CPU.
+        ValueError: there are more than 64 groups.
 
     Example:
         >>> import torch
@@ -52,27 +46,17 @@ class StepPenalty:
         squared: Tensor | None = None,
         linf: bool = False,
         joint: bool = False,
-        scales: Tensor | None = None,
     ) -> None:
-        for name, values in (("thresholds", thresholds), ("squared", squared), ("scales", scales)):
+        for name, values in (("thresholds", thresholds), ("squared", squared)):
             if values is not None and (values.dtype != torch.float64 or not values.is_cpu):
                 raise TypeError(f"{name}: expected float64 on the CPU, got {values.dtype} on {values.device}")
         if not 1 <= len(thresholds) <= MOST_RINGS:
             raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {len(thresholds)}")
-        if scales is not None and not (scales.dim() == 2 and len(scales) == 2 and scales.is_contiguous()):
-            raise ValueError(f"scales: expected a contiguous tensor of shape (2, C_out), got {tuple(scales.shape)}")
-        if scales is not None and (linf or joint):
-            raise ValueError(f"scales: expected no linf and no joint beside them, got {linf}, {joint}")
-        if scales is not None and squared is not None and squared.any() and thresholds.any():
-            raise ValueError(
-                f"scales: expected thresholds or squared of zeros beside them, got {thresholds}, {squared}"
-            )
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
         self.joint = joint and squared is not None
-        self.scales = scales
         self._copies = [None if each is None else DeviceCopies(each) for each in (self.thresholds, self.squared)]
         zeros = torch.zeros_like(self.thresholds)
         numbers = torch.tensor([len(self.rings), *self.rings], dtype=torch.float64, device="cpu")

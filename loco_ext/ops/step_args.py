@@ -103,19 +103,13 @@ class StepArgs:
 
     def for_operator(self) -> tuple[object, ...]:
         """Return the arguments of ``torch.ops.loco_ext.optim_step``, which takes penalties that are a StepPenalty."""
-        penalties = {id(p): p for p in self.penalties if isinstance(p, StepPenalty)}
-        tables = {key: p.table for key, p in penalties.items()}
-        scales = {key: p.scales for key, p in penalties.items() if p.scales is not None}
+        tables = {id(p): p.table for p in self.penalties if isinstance(p, StepPenalty)}
+        places = {key: i for i, key in enumerate(tables)}
+        index = [places.get(id(p), -1) for p in self.penalties] if tables else ()
         states = self.states[0] if len(self.states) == 1 else [*chain.from_iterable(self.states)]
         return (
             *(self.rule.id, self.flags, self.params, self.grads, states, self.steps, self.first, self.hyper),
             *(self.group_index, self.lrs, self.lr_index, self.maps, self.map_index),
-            *self._listed(tables),
-            *self._listed(scales),
+            *([*tables.values()], index),
             *(self.grad_scale, self.found_inf, self.ordinals, self.seed, self.rounding_step, self.shapes),
         )
-
-    def _listed(self, of_penalties: dict[int, Tensor]) -> tuple[list[Tensor], Sequence[int]]:
-        """Return the tensors of penalties, given by id, and each parameter's index among them."""
-        places = {key: i for i, key in enumerate(of_penalties)}
-        return [*of_penalties.values()], [places.get(id(p), -1) for p in self.penalties] if places else ()

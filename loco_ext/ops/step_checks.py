@@ -116,7 +116,7 @@ def _check_map(name: str, decay_map: Tensor, index: int, shape: tuple[int, ...])
 
 
 def check_penalties(args: StepArgs) -> None:
-    """Raise ValueError if a penalty is for other numbers of taps or filters than its parameter's."""
+    """Raise ValueError if a penalty is for filters of another number of taps than its parameter's."""
     for i, penalty in enumerate(args.penalties):
         if not isinstance(penalty, StepPenalty):
             continue
@@ -126,10 +126,6 @@ def check_penalties(args: StepArgs) -> None:
             raise ValueError(
                 f"penalties[{i}]: expected a parameter with filters of {len(penalty.rings)} taps, "
                 f"got shape {tuple(param.shape)}"
-            )
-        if penalty.scales is not None and penalty.scales.shape[1] != len(param):
-            raise ValueError(
-                f"penalties[{i}]: expected scales of {len(param)} filters, got shape {tuple(penalty.scales.shape)}"
             )
 
 

@@ -204,8 +204,8 @@ class LocalityOptimizer(Optimizer):
             resolve_negated_grads(plan.params)
         for prepare in dict.fromkeys(prepare for plan in plans for prepare in plan.preparations):
             prepare()
-        with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext(plans) as those:
-            self._step_plans(those)
+        with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext():
+            self._step_plans(plans)
 
     def _step_plans(self, plans: list[StepPlan]) -> None:
         before, self._collected = self._collected, []

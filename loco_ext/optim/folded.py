@@ -6,9 +6,7 @@ filters' norms by scaling them back. In Adam's metric that alone would lead to a
 pull that points outwards along the filter, which is smooth, joins the gradient instead, so that nothing is left to
 scale back at the minimum.
 
-Where compiled kernels on the CPU make the step of a penalty on Euclidean norms, they do this to a filter while it is in
-the caches, and return ``Omega(k)`` of each filter, the sum of its norms, on which the shrinking of the norm's weight
-depends. Elsewhere, layers of one kind share torch's calls.
+Layers of one kind share torch's calls.
 """
 
 from __future__ import annotations
@@ -16,17 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.ops import backends
-from loco_ext.ops.penalties import StepPenalty
-from loco_ext.ops.prox_after_step import applied_by_kernels
-from loco_ext.optim.options import Group, uses_torch
+from loco_ext.optim.options import Group
 from loco_ext.optim.plan import StepPlan
 from loco_ext.penalties.folded import FoldedLayer, FoldedLayers, column_of
 from loco_ext.reference.dtypes import compute_dtype
@@ -44,8 +39,8 @@ class _Optimizer(Protocol):
 
 
 @contextmanager
-def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[StepPlan]]:
-    """Return a context in which the optimizer steps by the plans that it yields; the rest follows at its end.
+def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[None]:
+    """Return a context in which the optimizer steps without these penalties; they are applied at its end.
 
     Raises:
         ValueError: a norm's weight is not stepped by this optimizer. Nothing has changed then.
@@ -59,7 +54,7 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
     try:
         for step in steps:
             step.begin(scale)
-        yield _with_penalties(plans, {id(entry.weight): entry.in_kernels for entry in entries})
+        yield
     finally:
         changed = [(weight, grad) for weight, grad in gradients if grad is not weight.grad]
         for weight, grad in changed:
@@ -72,16 +67,6 @@ def folded_steps(optimizer: _Optimizer, plans: list[StepPlan]) -> Iterator[list[
         step.end(found_inf)
 
 
-def _with_penalties(plans: list[StepPlan], added: dict[int, StepPenalty | None]) -> list[StepPlan]:
-    """Return the plans with ``added`` penalties, by the ids of parameters, for those that have none."""
-    result = []
-    for plan in plans:
-        own = plan.penalties or [None] * len(plan.params)
-        penalties = [penalty or added.get(id(param)) for param, penalty in zip(plan.params, own, strict=True)]
-        result.append(replace(plan, penalties=penalties if any(penalties) else []))
-    return result
-
-
 @dataclass
 class _Entry:
     """A convolution's weight and its norm's weight in one step."""
@@ -90,17 +75,10 @@ class _Entry:
     layer: FoldedLayer
     group: Group
     gamma_group: Group
-    in_kernels: StepPenalty | None = field(default=None, init=False)  # the penalty that kernels apply in the step
 
     @property
     def gamma(self) -> Tensor:
         return self.layer.batch_norm.weight
-
-    @property
-    def may_be_in_kernels(self) -> bool:
-        """Return whether compiled kernels on the CPU step the weight."""
-        stepped = self.weight.grad is not None and not uses_torch(self.group) and self.group["fused"] is not False
-        return stepped and self.weight.is_cpu and backends.choose("optim_step", self.weight.device) == "native"
 
 
 def _entry(group_of: dict[int, Group], weight: Tensor, layer: FoldedLayer) -> _Entry:
@@ -152,24 +130,15 @@ class _FoldedStep:
 
     def __init__(self, optimizer: _Optimizer, entries: list[_Entry]) -> None:
         self.optimizer, self.entries = optimizer, entries
-        self.rotated: list[_Entry] = []  # those whose direction is shrunk after the step
+        # Those whose direction is shrunk after the step.
+        self.rotated = [e for e in entries if e.weight.grad is not None and e.layer.depends_on_direction]
 
     def begin(self, scale: Tensor | None) -> None:
         """Read what the penalties depend on before the step. ``scale``: the factor that gradients carry, or None."""
-        layers = FoldedLayers([entry.layer for entry in self.entries])
-        scales = layers.scales()
-        rotated = []
-        for entry, of_layer in zip(self.entries, layers.split(scales), strict=True):
-            penalty = entry.layer.for_kernels(of_layer) if entry.may_be_in_kernels else None
-            if penalty is not None and applied_by_kernels(entry.weight, penalty):
-                entry.in_kernels = penalty
-            elif entry.weight.grad is not None and entry.layer.depends_on_direction:
-                rotated.append((entry, of_layer))
-        if not rotated:
+        if not self.rotated:
             return
-        self.rotated = [entry for entry, _ in rotated]
         self.layers = FoldedLayers([entry.layer for entry in self.rotated])
-        self.scales = torch.cat([of_layer for _, of_layer in rotated])
+        self.scales = self.layers.scales()
         if "betas" in self.rotated[0].group:
             self._pull(scale)
 
@@ -189,12 +158,9 @@ class _FoldedStep:
         """Shrink both factors by the step sizes or metrics that the step has used."""
         if found_inf is not None and not self._have_states():
             return  # the step was skipped: not even states were created
-        values = {}
-        for entry in self.entries:
-            if entry.in_kernels is not None and (scales := entry.in_kernels.scales) is not None:
-                values[id(entry)] = scales[1]
+        values: dict[int, Tensor] = {}
         if self.rotated:
-            values |= zip(map(id, self.rotated), self.layers.split(self._rotate(found_inf)), strict=True)
+            values = dict(zip(map(id, self.rotated), self.layers.split(self._rotate(found_inf)), strict=True))
         if shortened := [entry for entry in self.entries if entry.gamma.grad is not None]:
             self._shorten(shortened, values, found_inf)
 

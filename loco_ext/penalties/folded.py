@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -176,23 +175,6 @@ class FoldedLayer:
     def squares_filters(self) -> bool:
         """Return whether each filter's sum is squared. In a metric, slopes at the former sum would miss the minimum."""
         return self.inner.power == 2 and isinstance(self.inner, RingPenalty)
-
-    def for_kernels(self, scales: Tensor) -> ops.StepPenalty | None:
-        """Return the penalty on directions as the step's kernels on the CPU apply it; None if they do not.
-
-        ``scales`` are this layer's of :meth:`FoldedLayers.scales`. The step writes its :meth:`FoldedLayers.values` into
-        the second row of the penalty's.
-        """
-        if self.inner.norm != "l2":
-            return None
-        weights, squared = self.filters.factors(self.inner.weighting), None
-        if self.squares_filters:
-            weights, squared, scales = torch.zeros_like(weights), weights, math.sqrt(self.inner.strength) * scales
-        else:
-            scales = self.inner.strength * scales
-        return ops.StepPenalty(
-            self.filters.rings, weights, squared, scales=torch.stack([scales, torch.zeros_like(scales)])
-        )
 
 
 class FoldedLayers:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import loco_ext
 from loco_ext import ops
 from loco_ext.ops.optim_step import run_step
 from tests.covering import covering
@@ -207,31 +206,14 @@ def test_penalties_of_another_dtype_are_refused():
         ops.StepPenalty([0, 1, 0], t.float())
     with pytest.raises(TypeError, match=r"squared: expected float64"):
         ops.StepPenalty([0, 1, 0], t, t.half())
-    with pytest.raises(TypeError, match=r"scales: expected float64"):
-        ops.StepPenalty([0, 1, 0], t, scales=torch.ones(2, 3))
 
 
-def test_scales_are_refused_where_no_kernel_takes_them():
-    t, scales = torch.ones(2, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
-    for bad, options, message in (
-        (scales[0], {}, r"of shape \(2, C_out\), got \(3,\)"),
-        (scales.T, {}, r"of shape \(2, C_out\), got \(3, 2\)"),
-        (scales, {"squared": t}, "expected thresholds or squared of zeros"),
-        (scales, {"squared": t, "joint": True}, "expected no linf and no joint"),
-        (scales, {"linf": True}, "expected no linf and no joint"),
-    ):
-        with pytest.raises(ValueError, match=f"scales: .*{message}"):
-            ops.StepPenalty([0, 1, 0], t, scales=bad, **options)
-    penalty, hyper = ops.StepPenalty([0, 1, 0], t, scales=scales), torch.tensor([[0.1, 0, 0, 0]]).double()
-    apart = torch.ones(3, 2, 6)[..., ::2]
-    cases = [(torch.ones(3, 2, 3), "reference"), (apart, "native"), (torch.ones(4, 2, 3), "native")]
-    for weight, backend in cases:
-        error = ValueError if len(weight) == 4 else NotImplementedError
-        with loco_ext.backend(backend), pytest.raises(error, match=r"penalties\[0\]: expected (no scales|scales of 4)"):
-            ops.optim_step_sgd([weight], [torch.ones_like(weight)], [], hyper, penalties=[penalty])
-        assert (weight == 1).all()
+def test_more_penalties_than_parameters_are_refused():
+    weight, hyper = torch.ones(3, 2, 3), torch.tensor([[0.1, 0, 0, 0]]).double()
+    penalty = ops.StepPenalty([0, 1, 0], torch.ones(2, dtype=torch.float64))
     with pytest.raises(ValueError, match="penalties: expected 1 entries"):
-        ops.optim_step_sgd([cases[0][0]], [torch.ones(3, 2, 3)], [], hyper, penalties=[penalty] * 2)
+        ops.optim_step_sgd([weight], [torch.ones_like(weight)], [], hyper, penalties=[penalty] * 2)
+    assert (weight == 1).all()
 
 
 def dense_only(case: Case) -> Case:
@@ -317,25 +299,6 @@ def test_operator_refuses_penalties_that_it_cannot_read(change, message):
     arguments = replace(case.arguments(), penalties=[penalty])
     with pytest.raises(RuntimeError, match=rf"penalties\[0\].*{message}"):
         torch.ops.loco_ext.optim_step(*arguments.for_operator())
-
-
-@pytest.mark.parametrize(
-    ("scales", "squared"), [(torch.ones(2, 4), None), (torch.ones(2, 3).double(), None), (None, torch.ones(2).double())]
-)
-def test_operator_refuses_scales_that_it_cannot_read(scales, squared):
-    case = make_case("sgd", [(4, 2, 3, 3)])
-    penalty = ops.StepPenalty([0, 1, 1] * 3, torch.ones(2, dtype=torch.float64), squared)
-    penalty.scales = torch.ones(2, 4, dtype=torch.float64) if scales is None else scales
-    arguments = replace(case.arguments(), penalties=[penalty])
-    with pytest.raises(RuntimeError, match=r"scales\[0\]: expected"):
-        torch.ops.loco_ext.optim_step(*arguments.for_operator())
-
-
-def test_a_step_with_scales_is_not_kept():
-    case, t = make_case("sgd", [(4, 2, 3, 3)]), torch.ones(2, dtype=torch.float64)
-    penalty = ops.StepPenalty([0, 1, 1] * 3, t, scales=torch.ones(2, 4, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="scales: expected none for a step that is kept"):
-        torch.ops.loco_ext.optim_step_cached(*replace(case.arguments(), penalties=[penalty]).for_operator())
 
 
 @pytest.mark.parametrize(

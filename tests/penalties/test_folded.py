@@ -11,7 +11,6 @@ from torch import nn
 import loco_ext
 from loco_ext import geometry, optim, sparsity
 from loco_ext.optim.base import LocalityOptimizer
-from loco_ext.penalties.folded import FoldedLayers
 from tests.covering import slow
 from tests.optim.stepping import CLASSES, set_gradients, through_a_file, train
 from tests.penalties.cases import make_norm
@@ -255,7 +254,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("power", [1, 2])
-def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, power, monkeypatch):
+def test_kernels_of_the_prox_do_what_the_reference_does(name, dtype, power):
     """Some filters are zero, or have a scale that is, or a variance that is no number."""
     torch.manual_seed(0)
     weights = [torch.randn(shape) for shape in (SHAPES if power == 1 else SHAPES[1:4])]  # the reference takes long
@@ -281,9 +280,7 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
             else {"eps": 0.1, "state_dtype": None if dtype == torch.float64 else torch.float32}
         )
         optimizer = getattr(optim, name)(groups, lr=0.05, weight_decay=0.1, **options)
-        with loco_ext.backend(backend), monkeypatch.context() as context:
-            if backend == "native":
-                context.delattr(FoldedLayers, "rotate")
+        with loco_ext.backend(backend):
             train(optimizer, 2)
             states = [state for p in own for state in optimizer.state[p].values()]
         results.append([*(p.detach() for p in own), *states, *(norm.weight.detach() for norm in others)])
@@ -296,8 +293,7 @@ def test_kernels_of_the_step_do_what_the_reference_does_after_it(name, dtype, po
 @pytest.mark.parametrize(
     "inner", [["rings"], ["largest in rings"], ["squared rings"], ["squared"], list(INNER)], ids=len
 )
-@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
-def test_layers_step_together_as_each_does_alone(name, inner, options):
+def test_layers_step_together_as_each_does_alone(name, inner):
     """They differ in shape, dtype, strength, learning rate, Adam's betas, the norm's constant and perhaps penalty."""
 
     def groups():
@@ -316,7 +312,7 @@ def test_layers_step_together_as_each_does_alone(name, inner, options):
             yield [weight, {"params": [norm.weight], "lr": 0.5 - 0.1 * (i // 2)}]
 
     def step(layers):
-        optimizer = getattr(optim, name)(layers, **options)
+        optimizer = getattr(optim, name)(layers)
         for _ in range(2):
             optimizer.step()
         return [p.detach() for group in layers for p in group["params"]]
@@ -346,13 +342,12 @@ def test_a_norm_of_two_convolutions_is_shrunk_by_both():
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
-def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name, options):
+def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name):
     results = []
     for inner in (sparsity.RingPenalty(0.3), KERNELS):
         conv, norm = nn.Conv2d(2, 6, 1, bias=False).double(), make_norm(6).double()
         nn.init.constant_(conv.weight, 0.5)
-        optimizer = make_optimizer(name, conv, norm, inner, **options)
+        optimizer = make_optimizer(name, conv, norm, inner)
         train(optimizer, 2)
         results.append((conv.weight.detach(), norm.weight.detach()))
     for of_rings, of_kernels in zip(*results, strict=True):
@@ -360,10 +355,9 @@ def test_a_filter_of_one_ring_is_shrunk_as_a_whole_filter(name, options):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
-def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name, options):
+def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name):
     conv, norm = make_layers()
-    optimizer = make_optimizer(name, conv, norm, **options)
+    optimizer = make_optimizer(name, conv, norm)
     kept = conv.weight.detach().clone(), norm.weight.detach().clone()
     set_gradients([conv.weight, *norm.parameters()], 0)
     optimizer.found_inf = torch.ones(())
