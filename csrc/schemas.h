@@ -61,7 +61,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "Tensor");
   m.def(
       "mixed_conv2d(Tensor x, Tensor[] weights, Tensor[] biases, int[] pads, Tensor? order, int[] stride, int[] "
-      "dilation, Tensor? add, bool relu, bool channels_last) -> Tensor");
+      "dilation, bool channels_last) -> Tensor");
 }
 
 #undef LOCO_STEP_ARGS

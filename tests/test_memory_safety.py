@@ -53,7 +53,7 @@ def mixed(which: int) -> Callable[[Callable[[Tensor], None]], None]:
         operands = torch.randn(1, 3, 6, 6), torch.randn(2, 3, 3, 3), torch.randn(2), torch.tensor([1, 0])
         free(operands[which])
         x, weight, bias, order = operands
-        torch.ops.loco_ext.mixed_conv2d(x, [weight], [bias], [1] * 4, order, [1, 1], [1, 1], None, False, False)
+        torch.ops.loco_ext.mixed_conv2d(x, [weight], [bias], [1] * 4, order, [1, 1], [1, 1], False)
 
     return run
 
@@ -113,7 +113,7 @@ def test_far_pads_take_no_more_memory_than_the_result_needs(
 ) -> None:
     x, weight = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
     near = torch.ones(1, 1, 1, 1)
-    arguments = (x, [weight, near], [], [*pads, *(0, 0, 0, 0)], None, [stride] * 2, [dilation] * 2, None, False, False)
+    arguments = (x, [weight, near], [], [*pads, *(0, 0, 0, 0)], None, [stride] * 2, [dilation] * 2, False)
     with pytest.raises(RuntimeError, match=r"pads(\[1\])?: expected"):
         torch.ops.loco_ext.mixed_conv2d(*arguments)
 

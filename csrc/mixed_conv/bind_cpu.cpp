@@ -74,19 +74,9 @@ void check_room(const Images& from, const View& to, int64_t width, const std::ve
              " elements are kept beside the images, got ", copied);
 }
 
-// Return the data of the tensor that the results are added to, or null.
-const void* addend(const std::optional<Tensor>& add, const View& to) {
-  if (!add) return nullptr;
-  const View view = view_of(*add, "add", 0);
-  LOCO_CHECK(view.dtype == to.dtype && view.ndim == to.ndim && std::equal(to.sizes, to.sizes + 4, view.sizes) &&
-                 add->is_contiguous(),
-             "add: expected a contiguous tensor of the result's shape ", shape_text(to), " and of x's dtype");
-  return view.data;
-}
-
 Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<int64_t> pads,
                     std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation,
-                    std::optional<Tensor> add, bool relu, bool channels_last) {
+                    bool channels_last) {
   const View view = view_of(x, "x", 0);
   const DType dtype = view.dtype;
   LOCO_CHECK(view.ndim == 4 && x.is_contiguous() && (dtype == DType::f32 || dtype == DType::f64),
@@ -130,7 +120,6 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
   if (channels_last) shape = {from.batch, height, width, filters};
   Tensor out = torch::stable::new_empty(x, shape);
   const View to = view_of(out, "out", 0);
-  const void* added_to = addend(add, to);
   if (to.numel == 0) return out;
   check_room(from, to, width, parts, stride.data(), dilation.data());
   expect_writes(to.data, to.numel * element_size(dtype));
@@ -141,8 +130,6 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
                 static_cast<int64_t>(parts.size()),
                 {stride[0], stride[1]},
                 {dilation[0], dilation[1]},
-                added_to,
-                relu,
                 num_threads(),
                 parallel_for});
   return out;

@@ -2,16 +2,15 @@
 //
 //   to[n, o, y, x] = bias[o] + sum over channels c and taps (i, j) of weight[o, c, i, j] *
 //       from[n, c, y * stride + i * dilation - top, x * stride + j * dilation - left]
-//   and then: add `add` if given, and take the maximum with 0 if relu
 //
 // A part is the set of filters of one size; its weight is contiguous [filters, channels in, height, width] and its bias
 // [filters]; o is its channels[filter]. from and to are [batch, channels, height, width] with the strides of Images
-// (cpu.h), and pixels outside of `from` are zero. `add` is laid out as `to` is.
+// (cpu.h), and pixels outside of `from` are zero.
 //
 // An item is a band: some rows of the result, for as many images as are interleaved (band.h). The thread that has it
 // copies the pixels that the band depends on (copy.h), and then computes tiles of L::kFilters filters by L::kPixels
-// vectors of pixels, whose sums stay in registers, part by part, before it adds `add` (write.h). In a tile a weight is
-// read once for all vectors, and no MACs are spent on taps that a smaller filter does not have.
+// vectors of pixels, whose sums stay in registers, part by part. In a tile a weight is read once for all vectors, and
+// no MACs are spent on taps that a smaller filter does not have.
 #include "common/vec.h"
 #include "mixed_conv/write.h"
 
@@ -93,11 +92,6 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
   }
   const Word* weight = static_cast<const Word*>(part.weight) + filter * taps.channels * taps.count;
   multiply<L, K, V>(taps, weight, at, sums);
-  if (band.call.relu && !band.call.add) {
-    LOCO_UNROLL for (int k = 0; k < K; ++k) {
-      LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // NaN is kept
-    }
-  }
   LOCO_UNROLL for (int v = 0; v < V; ++v) band.store(places[v], part.channels + filter, sums, v);
 }
 
@@ -166,9 +160,7 @@ void convolve_range(const Convolution& call, int64_t begin, int64_t end) {
     const int64_t rows = std::min(layout.rows, call.to.height - row);
     copy_band<L>(call, layout, image, row, work.copy);
     fill_places<L>(call, layout, work.copy, image, row, rows, work.places);
-    const Band<L> band{call, layout, work, image, rows * layout.vectors};
-    convolve_band(band);
-    if (call.add) band.add(row, rows);
+    convolve_band(Band<L>{call, layout, work, image, rows * layout.vectors});
   }
 }
 

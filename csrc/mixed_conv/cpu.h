@@ -33,8 +33,6 @@ struct Convolution {
   const Part* parts;
   int64_t count;
   int64_t stride[2], dilation[2];
-  const void* add;  // tensor that the results are added to, with the layout of `to`; or null
-  bool relu;        // whether to apply ReLU after the addition
   int64_t threads;
   ParallelFor parallel_for;
 };

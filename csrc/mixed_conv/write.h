@@ -1,15 +1,12 @@
-// The scratch memory of a thread; writing the results of a band, and adding to them.
+// The scratch memory of a thread, and writing the results of a band: to[n, o, y, x] = result[n, o, y, x].
 //
-//   to[n, o, y, x] = result[n, o, y, x], or, if `add` is given, max(result[n, o, y, x] + add[n, o, y, x], least)
-//
-// where least is 0 with relu and -infinity without. Results are vectors of interleaved images and columns (band.h). to
-// and add are [batch, channels, height, width] with the strides of Images (cpu.h). The thread that computes a band
-// writes it: by vectors if columns are contiguous and no images are interleaved, otherwise lane by lane, or, with
-// Workspace::results, by transposing squares of lanes and channels.
+// Results are vectors of interleaved images and columns (band.h). to is [batch, channels, height, width] with the
+// strides of Images (cpu.h). The thread that computes a band writes it: by vectors if columns are contiguous and no
+// images are interleaved, otherwise lane by lane, or, with Workspace::results, by transposing squares of lanes and
+// channels.
 #pragma once
 
 #include <cstring>
-#include <limits>
 
 #include "mixed_conv/copy.h"
 
@@ -158,26 +155,6 @@ struct Band {
         for (int64_t lane = 0; lane < L::kWidth; ++lane)
           to[places[lane] + channel] = lanes[channel * kTileLanes + lane];
       }
-    }
-  }
-
-  // Add to the rows that have been written, while they are still in the cache.
-  void add(int64_t first_row, int64_t rows) const {
-    const Images& to = call.to;
-    const int64_t planes = to.by_pixel() ? 1 : to.channels;
-    for (int64_t n = first_image; n < first_image + images(); ++n) {
-      for (int64_t c = 0; c < planes; ++c) {
-        const int64_t place = n * to.batch_stride + c * to.channel_stride + first_row * to.row_stride;
-        add_run(static_cast<const Word*>(call.add) + place, rows * to.row_stride, static_cast<Word*>(to.data) + place);
-      }
-    }
-  }
-
-  LOCO_HD void add_run(const Word* __restrict__ from, int64_t count, Word* __restrict__ to) const {
-    const Word least = call.relu ? 0 : -std::numeric_limits<Word>::infinity();
-    for (int64_t i = 0; i < count; ++i) {
-      const Word sum = to[i] + from[i];
-      to[i] = sum < least ? least : sum;  // NaN is kept
     }
   }
 

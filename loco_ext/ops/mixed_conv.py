@@ -47,8 +47,7 @@ def mixed_conv2d(
         order: int64, ``(C_out,)``: for each channel of the result, the index of its filter among those of all parts;
             None keeps the order of the parts.
         stride, dilation: along height and width.
-        add: a tensor added to the result, as by ``torch.add``; the CPU kernels fuse it if it has the result's shape and
-            dtype.
+        add: a tensor added to the result, as by ``torch.add``.
         relu: whether ReLU is applied to the result, or to the sum.
 
     Returns:
@@ -87,11 +86,13 @@ def mixed_conv2d(
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
     if _takes(tensors):
         try:
-            return _native(*arguments, relu)
+            result = _native(*arguments[:-1])
         except (RuntimeError, TypeError, ValueError):
-            shape = _check(*arguments)  # only after the operator has refused: checking first would slow small layers
-            if add is None or (add.shape == shape and add.dtype == x.dtype):
-                raise
+            _check(*arguments)  # only after the operator has refused: checking first would slow small layers
+            raise
+        if add is not None:
+            _check(*arguments)
+        return _reference.add_and_rectify(result, add, relu)
     _check(*arguments)
     if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # on a GPU the check would need a sync
         _check_once_each(order)
@@ -121,16 +122,12 @@ def _native(
     order: Tensor | None,
     stride: tuple[int, int],
     dilation: tuple[int, int],
-    add: Tensor | None,
-    relu: bool,
 ) -> Tensor:
     compute = backends.operators().mixed_conv2d
     parts = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases], _flat(pads)
     if not is_channels_last(x):
-        add = None if add is None else add.contiguous()
-        return compute(x.contiguous(), *parts, order, stride, dilation, add, relu, False)
-    add = None if add is None else add.permute(0, 2, 3, 1).contiguous()
-    return compute(x.permute(0, 2, 3, 1), *parts, order, stride, dilation, add, relu, True).permute(0, 3, 1, 2)
+        return compute(x.contiguous(), *parts, order, stride, dilation, False)
+    return compute(x.permute(0, 2, 3, 1), *parts, order, stride, dilation, True).permute(0, 3, 1, 2)
 
 
 def _flat(pads: Sequence[Pads]) -> list[int]:

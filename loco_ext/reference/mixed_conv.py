@@ -37,6 +37,11 @@ def mixed_conv2d(
     result = parts[0] if len(parts) == 1 else torch.cat(parts, -3)
     if order is not None:
         result = result.index_select(-3, order)
+    return add_and_rectify(result, add, relu)
+
+
+def add_and_rectify(result: Tensor, add: Tensor | None, relu: bool) -> Tensor:
+    """Return the sum of a convolution's result and ``add``, if that is given, behind a ReLU if asked for."""
     if add is not None:
         result = result + add
     return result.relu() if relu else result
