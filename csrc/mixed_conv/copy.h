@@ -140,33 +140,6 @@ struct TransposeRows {
   }
 };
 
-// The residues of the stride that taps read, for rows (axis 0) or columns (axis 1).
-struct Residues {
-  static constexpr int64_t kMost = 64;
-  int64_t stride;
-  uint64_t read = 0;
-
-  LOCO_HD Residues(const Convolution& call, const BandLayout& layout, int axis) : stride(call.stride[axis]) {
-    if (stride == 1 || stride > kMost) read = ~read;
-    for (const Part* part = call.parts; ~read && part < call.parts + call.count; ++part) {
-      const int64_t first = axis ? layout.left - part->left : layout.top - part->top;
-      const int64_t taps = std::min(axis ? part->width : part->height, stride);
-      for (int64_t tap = 0; tap < taps; ++tap) read |= uint64_t{1} << (first + tap * call.dilation[axis]) % stride;
-    }
-  }
-
-  LOCO_HD bool has(int64_t residue) const { return stride > kMost || read >> residue & 1; }
-
-  // Call body(i) for each i in [begin, end) whose residue is read.
-  template <typename Body>
-  LOCO_HD void between(int64_t begin, int64_t end, const Body& body) const {
-    for (int64_t i = begin, residue = begin % stride; i < end; ++i) {
-      if (has(residue)) body(i);
-      residue = residue + 1 == stride ? 0 : residue + 1;
-    }
-  }
-};
-
 // Copy what the rows of the result from `first_row` on depend on. Columns outside the images must be zero already.
 template <typename L>
 void copy_band(const Convolution& call, const BandLayout& layout, int64_t first_image, int64_t first_row,
@@ -183,22 +156,19 @@ void copy_band(const Convolution& call, const BandLayout& layout, int64_t first_
     std::memset(plane + past * layout.row, 0, (layout.height - past) * layout.row * sizeof(T));
   }
   const T* from = static_cast<const T*>(images.data) + first_image * images.batch_stride + top * images.row_stride;
-  const Residues rows(call, layout, 0), columns(call, layout, 1);
   for (int64_t residue = 0; residue < call.stride[1]; ++residue, to += layout.residue) {
     const ColumnMap span(call, layout, residue);
     const Weave<L> weave{span, layout.images, present, images.batch_stride};
     const TransposeRows<L> transposed{
         span, layout.images, present, images.batch_stride, images.column_stride, images.channels, layout.plane};
-    if (!columns.has(residue)) continue;
     if (images.by_pixel()) {
-      rows.between(first, past, [&](int64_t r) { transposed.row(from + r * images.row_stride, to + r * layout.row); });
+      for (int64_t r = first; r < past; ++r) transposed.row(from + r * images.row_stride, to + r * layout.row);
       continue;
     }
     for (int64_t c = 0; c < images.channels; ++c) {
       const T* channel = from + c * images.channel_stride;
-      rows.between(first, past, [&](int64_t r) {
-        weave.row(channel + r * images.row_stride, to + c * layout.plane + r * layout.row);
-      });
+      T* plane = to + c * layout.plane;
+      for (int64_t r = first; r < past; ++r) weave.row(channel + r * images.row_stride, plane + r * layout.row);
     }
   }
 }
