@@ -1,56 +1,123 @@
-"""Exchanges of channels between blocks of layers, which narrow networks need to fill their budget.
+"""Exchanges of channels between blocks of layers: all blocks choose together among sizes near theirs.
 
-Layers that decide one by one miss sizes that are better together, and what they leave of a budget may be less than a
-channel costs.
+Blocks that decide one by one at a price miss sizes that are better together, and what they leave of a budget may be
+less than a channel costs. An integer program finds, for few options of each block, the best that fit into the budget:
+
+    minimise  sum over blocks of the importance that the chosen option loses
+    subject to  sum over blocks of its cost + sum over pairs of blocks of the cost of their options together <= budget.
+
+A variable for each option is 1 if it is chosen, and one for each pair of options of two blocks if both are.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+
 import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
 
-from loco_ext.sparsity.budget.fill import filled
-from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes
+from loco_ext.sparsity.budget.ranking import ranked
+from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes, State
+from loco_ext.sparsity.compaction.constants import Floats
+from loco_ext.sparsity.compaction.disjoint_set import Integers
 
-_STEPS = 1, 2, 4  # numbers of channels, in units of ``round_to``, that a block gives up
-_LEAST_GAIN = 1e-9  # an exchange must save at least this fraction of the importance lost
-# In networks of more channels, times ``round_to``, so few are too small a part of the budget to matter; beyond the
-# largest ``round_to``, the search would take too long.
-_MOST_CLASSES, _LARGEST_UNIT = 200, 8
+# Factors on the price, which choose the rings, and numbers of channels more, in units of ``round_to``.
+_NEAR = (1.0, (-8, -4, -2, -1, 0, 1, 2, 4, 8)), (0.8, (-1, 0, 1)), (1.25, (-1, 0, 1))
+_LEAST_GAIN = 1e-3  # options near the new sizes are tried if they save this fraction of the importance lost
+_SOLVER = {"mip_rel_gap": 1e-3, "node_limit": 200}  # no limit of time, so that the same sizes are found again
+
+Options = list[list[Integers]]  # of a block: sizes of each of its layers
+Tables = dict[tuple[int, int], Floats]  # costs of the options of two blocks together
 
 
 def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
-    """Return sizes that lose less importance: a block gives up channels, and others add what fits, while that helps."""
-    if len(problem.fixed) > _MOST_CLASSES * min(problem.round_to, _LARGEST_UNIT):
-        return sizes
-    helped = True
-    while helped:
-        helped = False
-        for block in problem.blocks:
-            for step in _STEPS:
-                fewer = _fewer_channels(problem, block, sizes, step)
-                if fewer is None:
-                    break
-                after = filled(problem, filled(problem, fewer, budget, price, block), budget, price)
-                if problem.lost(after) < (1 - _LEAST_GAIN) * problem.lost(sizes):
-                    sizes, helped = after, True
-    return sizes
+    """Return sizes within the budget that lose less importance, if any near these do."""
+    while True:
+        now, before = problem.state(list(sizes)), problem.lost(sizes)
+        options = [_options(problem, block, now, price) for block in problem.blocks]
+        chosen = _solved(*_effects(problem, options, now), budget - problem.cost(sizes))
+        after = list(sizes)
+        for block, each, place in zip(problem.blocks, options, chosen, strict=True):
+            for i, new in zip(block.layers, each[place], strict=True):
+                after[i] = new
+        if problem.cost(after) > budget or problem.lost(after) >= before:
+            return sizes
+        sizes = after
+        if problem.lost(after) > (1 - _LEAST_GAIN) * before:
+            return sizes
 
 
-def _fewer_channels(problem: SizeProblem, block: Block, sizes: Sizes, step: int) -> Sizes | None:
-    """Return the sizes without the least important channels of a block; None if so many have to stay."""
-    lost = np.zeros(len(block.written))
-    for place, i in enumerate(block.layers):
-        layer = problem.layers[i]
-        lost += block.summed(place, layer.lost[:, -1] - layer.lost_with(sizes[i]))
-    stays = problem.stays(sizes)[block.written]
-    free = np.flatnonzero(stays & ~problem.fixed[block.written] & np.isfinite(lost))
-    count = (int(stays.sum()) - 1) % problem.round_to + 1 + (step - 1) * problem.round_to  # down to a multiple of it
-    if count > len(free):
-        return None
-    gone, fewer = free[np.argsort(lost[free], kind="stable")[:count]], list(sizes)
-    for i, writes in zip(block.layers, block.writes, strict=True):
-        layer = problem.layers[i]
-        fewer[i] = np.where(np.isin(writes, gone), layer.gone, sizes[i])
-        if (fewer[i] != layer.gone).sum() < max(layer.least, 1):
-            return None
-    return fewer
+def _options(problem: SizeProblem, block: Block, now: State, price: float) -> Options:
+    """Return different sizes of a block, first those of now."""
+    found = [[now.sizes[i] for i in block.layers]]
+    count = int(now.stays[block.written].sum())
+    for factor, steps in _NEAR:
+        ranking = ranked(problem, block, now, factor * price)
+        places = np.searchsorted(ranking.counts, count) + np.asarray(steps)
+        for near in np.unique(ranking.counts[places.clip(0, len(ranking.counts) - 1)]):
+            found.append(ranking.sizes(problem, block, ranking.stays(near)))
+    return list({np.concatenate(each).tobytes(): each for each in found}.values())
+
+
+def _effects(problem: SizeProblem, options: list[Options], now: State) -> tuple[list[Floats], list[Floats], Tables]:
+    """Return the importance that each block loses with its options, and what they cost more than those of now.
+
+    Layers that read several blocks and cost time cost more or less than this if several of the blocks change.
+    """
+    lost, costs, inputs, tables = [], [], [], defaultdict(lambda: np.zeros(1))
+    own = np.zeros((2, len(problem.layers), max(map(len, options))))  # filters and taps
+    for block, sizes in zip(problem.blocks, options, strict=True):
+        stays = np.repeat(problem.fixed[None, block.written], len(sizes), 0)
+        lost.append(np.zeros(len(sizes)))
+        for place, (i, each) in enumerate(zip(block.layers, map(np.stack, zip(*sizes, strict=True)), strict=True)):
+            layer, there = problem.layers[i], each != problem.layers[i].gone
+            own[:, i, : len(sizes)] = there.sum(1), layer.taps[each].sum(1)
+            lost[-1] += np.asarray([layer.lost_with(chosen).sum() for chosen in each])
+            for row, alive in zip(stays, there, strict=True):
+                row[block.writes[place][alive]] = True
+        costs.append((stays * 1.0 - now.stays[block.written]) @ problem.class_costs[block.written])
+        inputs.append(np.zeros((len(problem.layers), len(sizes))))
+        inputs[-1][block.affected] = block.reads @ (stays * 1.0 - now.stays[block.written]).T
+    for n, block in enumerate(problem.blocks):
+        for i in block.layers:
+            at, (filters, taps) = np.asarray([i]), own[:, i, : len(options[n])]
+            alone = problem.costs((now.counts[0, i] + inputs[n][i], filters, taps), at)
+            costs[n] += alone - alone[0]
+            for m in range(len(options)):
+                if m != n and inputs[m][i].any():
+                    read = now.counts[0, i] + inputs[n][i] + inputs[m][i][:, None]
+                    both = problem.costs((read, filters[None], taps[None]), at) - alone
+                    tables[min(m, n), max(m, n)] = tables[min(m, n), max(m, n)] + (both if m < n else both.T)
+    return lost, costs, tables
+
+
+def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: float) -> list[int]:
+    """Return the number of the option of each block that the integer program chooses; 0 for all if it finds none."""
+    starts = np.cumsum([0, *map(len, lost)])
+    option = sparse.eye_array(starts[-1], format="csr")
+    of_blocks = [option[first:last] for first, last in itertools.pairwise(starts)]
+    # One option of each block is chosen; an option's variable is the sum over another block's of those of the pairs.
+    equal = [sparse.csr_array(each.sum(0)[None]) for each in of_blocks]
+    pairs = [sparse.csr_array((len(lost), 0))]
+    for (m, n), table in tables.items():
+        a, b = (sparse.eye_array(size) for size in table.shape)
+        pairs.append(-sparse.vstack([sparse.kron(a, np.ones((1, b.shape[0]))), sparse.kron(np.ones((1, a.shape[0])), b)]))
+        equal += [of_blocks[m], of_blocks[n]]
+    matrix = sparse.hstack([sparse.vstack(equal), sparse.block_diag(pairs)], format="csr")
+    right = (np.arange(matrix.shape[0]) < len(lost)) * 1.0
+    cost, loss = np.concatenate([*costs, *map(np.ravel, tables.values())]), np.concatenate(lost)
+    result = milp(
+        np.pad(loss / (loss.max() or 1.0), (0, len(cost) - len(loss))),
+        integrality=np.arange(len(cost)) < len(loss),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(matrix, right, right),
+            LinearConstraint(cost[None] / np.abs(cost).max(), ub=budget / np.abs(cost).max()),
+        ],
+        options=_SOLVER,
+    )
+    if result.x is None:
+        return [0] * len(lost)
+    return [int(result.x[first:last].argmax()) for first, last in itertools.pairwise(starts)]

@@ -1,42 +1,34 @@
-"""Filling of a budget: what fits into the rest of it, the most importance for its cost first."""
+"""Filling of a budget: rings that fit into the rest of it, the most importance for its cost first."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-
 import numpy as np
 
-from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes, State
-from loco_ext.sparsity.compaction.constants import Floats
+from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes, State
 
-Change = tuple[int, int, int]  # layer, filter, choice
-Addition = tuple[float, list[Change]]  # the importance won for each unit of cost, and the changes of sizes
+Addition = tuple[float, int, int, int]  # the importance won for each unit of cost; layer, filter, new choice
 
 _MOST_FAILED = 64  # additions that did not fit, one by one, after which no more are tried
 
 
-def filled(problem: SizeProblem, sizes: Sizes, budget: float, price: float, unchanged: Block | None = None) -> Sizes:
-    """Return the sizes with rings and channels added, as long as any fit into the budget, to all but one block."""
-    after = _filled_once(problem, sizes, budget, price, unchanged)
+def filled(problem: SizeProblem, sizes: Sizes, budget: float) -> Sizes:
+    """Return the sizes with rings added to filters that stay, as long as any fit into the budget."""
+    after = _filled_once(problem, sizes, budget)
     while not all(map(np.array_equal, after, sizes)):
-        sizes, after = after, _filled_once(problem, after, budget, price, unchanged)
+        sizes, after = after, _filled_once(problem, after, budget)
     return after
 
 
-def _filled_once(problem: SizeProblem, sizes: Sizes, budget: float, price: float, unchanged: Block | None) -> Sizes:
+def _filled_once(problem: SizeProblem, sizes: Sizes, budget: float) -> Sizes:
     """Return the sizes with additions in order, several at a time, without those that do not fit."""
     now = problem.state([chosen.copy() for chosen in sizes])
-    additions = _more_rings(problem, now) + _more_channels(problem, now, price)
-    if unchanged is not None:
-        additions = [each for each in additions if each[1][0][0] not in unchanged.layers]
-    additions.sort(key=lambda addition: -addition[0])
+    additions = sorted(_more_rings(problem, now), key=lambda addition: -addition[0])
     sizes, place, several, failed = now.sizes, 0, len(additions), 0
     while place < len(additions) and failed < _MOST_FAILED:
         several = min(several, len(additions) - place)
-        changes = [change for _, changes in additions[place : place + several] for change in changes]
-        before = [(i, j, sizes[i][j]) for i, j, _ in changes]
-        for i, j, choice in changes:
+        changes = additions[place : place + several]
+        before = [(i, j, sizes[i][j]) for _, i, j, _ in changes]
+        for _, i, j, choice in changes:
             sizes[i][j] = min(choice, sizes[i][j])
         if problem.cost(sizes) <= budget:
             place, several = place + several, 2 * several
@@ -57,46 +49,5 @@ def _more_rings(problem: SizeProblem, now: State) -> list[Addition]:
         spent = rate * (layer.taps - layer.taps[present])
         places, more = np.nonzero((choices < present) & np.isfinite(won))
         gains = (won[places, more] / spent[places, more]).tolist()
-        changes = zip(gains, some[places].tolist(), more.tolist(), strict=True)
-        found += [(gain, [(i, j, choice)]) for gain, j, choice in changes]
+        found += [(gain, i, j, choice) for gain, j, choice in zip(gains, some[places].tolist(), more.tolist(), strict=True)]
     return found
-
-
-def _more_channels(problem: SizeProblem, now: State, price: float) -> list[Addition]:
-    """Return additions of ``round_to`` classes each for each block of layers.
-
-    If that is 1, there are two for each class, with the best choice of each of its filters and with the smallest.
-    """
-    reading, rates = problem.prices_of_classes(now.counts), problem.rates(now)
-    parts: dict[int, list[tuple[Floats, Floats, int, int]]] = defaultdict(list)  # won, spent, layer, filter; by class
-    for i, layer in enumerate(problem.layers):
-        for j in np.flatnonzero(~now.stays[layer.writes]).tolist():
-            gone = now.sizes[i][j]
-            won, spent = layer.lost[j, gone] - layer.lost[j, :gone], rates[i] * (layer.taps[:gone] - layer.taps[gone])
-            if np.isfinite(won).all():
-                parts[int(layer.writes[j])].append((won, spent, i, j))
-
-    def addition(one: int, choice: Callable[[Floats, Floats], int]) -> Addition:
-        chosen = [(won[n := choice(won, spent)], spent[n], (i, j, n)) for won, spent, i, j in parts[one]]
-        cost = reading[one] + sum(spent for _, spent, _ in chosen)
-        return float(sum(won for won, _, _ in chosen) / cost), [change for _, _, change in chosen]
-
-    found: list[Addition] = []
-    for block in problem.blocks:
-        missing = [one for one in block.written.tolist() if one in parts]
-        best = [addition(one, lambda won, spent: int((won - price * spent).argmax())) for one in missing]
-        if problem.round_to > 1:
-            found += _several(best, problem.round_to)
-            continue
-        for one, each in zip(missing, best, strict=True):
-            found += [each, addition(one, lambda won, spent: len(won) - 1)]
-    return found
-
-
-def _several(additions: list[Addition], count: int) -> list[Addition]:
-    """Return additions of ``count`` classes at a time, the most important classes first; fewer if there are fewer."""
-    best = sorted(additions, key=lambda addition: -addition[0])
-    most = len(best) - len(best) % count or len(best)
-    groups = [best[i : i + count] for i in range(0, most, count)]
-    changes = [[change for _, changes in group for change in changes] for group in groups]
-    return [(sum(gain for gain, _ in group) / len(group), each) for group, each in zip(groups, changes, strict=True)]
