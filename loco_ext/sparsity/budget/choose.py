@@ -22,7 +22,7 @@ from loco_ext.sparsity.compaction.constants import Floats
 _FIRST_PRICE = 1e-6  # first price to try, as a fraction of the price at which everything would be removed
 _RISE = 1.25  # factor between one price and the next
 _FALLS, _FALL = 6, 1e3  # while the first price already meets the budget, it is divided by _FALL, at most _FALLS times
-_BISECTIONS, _MOST_ROUNDS = 16, 20
+_BISECTIONS, _MOST_ROUNDS = 8, 20
 
 
 def within(problem: SizeProblem, budget: float) -> Sizes:

@@ -56,8 +56,8 @@ def _options(problem: SizeProblem, block: Block, now: State, price: float) -> Op
     for factor, steps in _NEAR:
         ranking = ranked(problem, block, now, factor * price)
         places = np.searchsorted(ranking.counts, count) + np.asarray(steps)
-        for near in np.unique(ranking.counts[places.clip(0, len(ranking.counts) - 1)]):
-            found.append(ranking.sizes(problem, block, ranking.stays(near)))
+        near = np.unique(ranking.counts[places.clip(0, len(ranking.counts) - 1)])
+        found += [ranking.sizes(problem, block, ranking.stays(each)) for each in near]
     return list({np.concatenate(each).tobytes(): each for each in found}.values())
 
 
@@ -102,8 +102,9 @@ def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: flo
     equal = [sparse.csr_array(each.sum(0)[None]) for each in of_blocks]
     pairs = [sparse.csr_array((len(lost), 0))]
     for (m, n), table in tables.items():
-        a, b = (sparse.eye_array(size) for size in table.shape)
-        pairs.append(-sparse.vstack([sparse.kron(a, np.ones((1, b.shape[0]))), sparse.kron(np.ones((1, a.shape[0])), b)]))
+        first, second = (sparse.eye_array(size) for size in table.shape)
+        every_first, every_second = (np.ones((1, size)) for size in table.shape)
+        pairs.append(-sparse.vstack([sparse.kron(first, every_second), sparse.kron(every_first, second)]))
         equal += [of_blocks[m], of_blocks[n]]
     matrix = sparse.hstack([sparse.vstack(equal), sparse.block_diag(pairs)], format="csr")
     right = (np.arange(matrix.shape[0]) < len(lost)) * 1.0

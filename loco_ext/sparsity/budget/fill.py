@@ -49,5 +49,6 @@ def _more_rings(problem: SizeProblem, now: State) -> list[Addition]:
         spent = rate * (layer.taps - layer.taps[present])
         places, more = np.nonzero((choices < present) & np.isfinite(won))
         gains = (won[places, more] / spent[places, more]).tolist()
-        found += [(gain, i, j, choice) for gain, j, choice in zip(gains, some[places].tolist(), more.tolist(), strict=True)]
+        changes = zip(gains, some[places].tolist(), more.tolist(), strict=True)
+        found += [(gain, i, j, choice) for gain, j, choice in changes]
     return found

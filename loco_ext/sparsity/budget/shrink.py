@@ -52,8 +52,8 @@ def shrink_to(
 
     A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
     includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
-    price is the smallest that meets the budget. Then rings and channels are added as long as any fit into the rest of
-    the budget, and layers of networks with few channels exchange channels as long as that helps.
+    price is the smallest that meets the budget. Then an integer program exchanges channels between all layers as long
+    as that helps, and rings are added as long as any fit into the rest of the budget.
 
     Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
     are not folded.
