@@ -66,7 +66,8 @@ def _effects(problem: SizeProblem, options: list[Options], now: State) -> tuple[
 
     Layers that read several blocks and cost time cost more or less than this if several of the blocks change.
     """
-    lost, costs, inputs, tables = [], [], [], defaultdict(lambda: np.zeros(1))
+    tables: Tables = defaultdict(lambda: np.zeros(1))
+    lost, costs, inputs = [], [], []
     own = np.zeros((2, len(problem.layers), max(map(len, options))))  # filters and taps
     for block, sizes in zip(problem.blocks, options, strict=True):
         stays = np.repeat(problem.fixed[None, block.written], len(sizes), 0)
