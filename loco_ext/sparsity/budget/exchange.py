@@ -26,6 +26,7 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 # Factors on the price, which choose the rings, and numbers of channels more, in units of ``round_to``.
 _NEAR = (1.0, (-8, -4, -2, -1, 0, 1, 2, 4, 8)), (0.8, (-1, 0, 1)), (1.25, (-1, 0, 1))
 _LEAST_GAIN = 1e-3  # options near the new sizes are tried if they save this fraction of the importance lost
+_REWARD = 1e-5  # part of the objective for cost, so that channels without importance fill the budget, too
 _SOLVER = {"mip_rel_gap": 1e-3, "node_limit": 200}  # no limit of time, so that the same sizes are found again
 
 Options = list[list[Integers]]  # of a block: sizes of each of its layers
@@ -35,17 +36,18 @@ Tables = dict[tuple[int, int], Floats]  # costs of the options of two blocks tog
 def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -> Sizes:
     """Return sizes within the budget that lose less importance, if any near these do."""
     while True:
-        now, before = problem.state(list(sizes)), problem.lost(sizes)
+        now, before, spent = problem.state(list(sizes)), problem.lost(sizes), problem.cost(sizes)
         options = [_options(problem, block, now, price) for block in problem.blocks]
-        chosen = _solved(*_effects(problem, options, now), budget - problem.cost(sizes))
+        chosen = _solved(*_effects(problem, options, now), budget - spent)
         after = list(sizes)
         for block, each, place in zip(problem.blocks, options, chosen, strict=True):
             for i, new in zip(block.layers, each[place], strict=True):
                 after[i] = new
-        if problem.cost(after) > budget or problem.lost(after) >= before:
+        lost, cost = problem.lost(after), problem.cost(after)
+        if cost > budget or (lost, -cost) >= (before, -spent):
             return sizes
         sizes = after
-        if problem.lost(after) > (1 - _LEAST_GAIN) * before:
+        if lost > (1 - _LEAST_GAIN) * before:
             return sizes
 
 
@@ -110,8 +112,10 @@ def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: flo
     matrix = sparse.hstack([sparse.vstack(equal), sparse.block_diag(pairs)], format="csr")
     right = (np.arange(matrix.shape[0]) < len(lost)) * 1.0
     cost, loss = np.concatenate([*costs, *map(np.ravel, tables.values())]), np.concatenate(lost)
+    before = sum(each[0] for each in lost)  # no better sizes have an option that loses more
+    loss = np.minimum(loss, 2 * before) / before if before else (loss > 0) * 1.0
     result = milp(
-        np.pad(loss / (loss.max() or 1.0), (0, len(cost) - len(loss))),
+        np.pad(loss, (0, len(cost) - len(loss))) - _REWARD * cost / np.abs(cost).max(),
         integrality=np.arange(len(cost)) < len(loss),
         bounds=Bounds(0, 1),
         constraints=[
