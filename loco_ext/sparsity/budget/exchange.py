@@ -112,8 +112,8 @@ def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: flo
     matrix = sparse.hstack([sparse.vstack(equal), sparse.block_diag(pairs)], format="csr")
     right = (np.arange(matrix.shape[0]) < len(lost)) * 1.0
     cost, loss = np.concatenate([*costs, *map(np.ravel, tables.values())]), np.concatenate(lost)
-    before = sum(each[0] for each in lost)  # no better sizes have an option that loses more
-    loss = np.minimum(loss, 2 * before) / before if before else (loss > 0) * 1.0
+    before = float(sum(each[0] for each in lost))  # no better sizes have an option that loses more
+    loss = np.asarray(np.minimum(loss, 2 * before) / before if before else loss > 0, np.float64)
     result = milp(
         np.pad(loss, (0, len(cost) - len(loss))) - _REWARD * cost / np.abs(cost).max(),
         integrality=np.arange(len(cost)) < len(loss),
