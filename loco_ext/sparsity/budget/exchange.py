@@ -24,11 +24,14 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 
 # Factors on the price, which choose the rings, and numbers of channels more, in units of ``round_to``.
-_NEAR = (1.0, (-8, -4, -2, -1, 0, 1, 2, 4, 8)), (0.8, (-1, 0, 1)), (1.25, (-1, 0, 1))
+_NEAR = ((1.0, (-8, -4, -2, -1, 0, 1, 2, 4, 8)), (0.8, (-1, 0, 1)), (1.25, (-1, 0, 1)))
 _LEAST_GAIN = 1e-3  # options near the new sizes are tried if they save this fraction of the importance lost
 _REWARD = 1e-5  # part of the objective for cost, so that channels without importance fill the budget, too
+_FEW = ((1.0, (-1, 0, 1)),)  # for networks with more pairs of options than _MOST_PAIRS, such as DenseNet-121
+_MOST_PAIRS = 20_000
 _SOLVER = {"mip_rel_gap": 1e-3, "node_limit": 200}  # no limit of time, so that the same sizes are found again
 
+Near = tuple[tuple[float, tuple[int, ...]], ...]  # as _NEAR
 Options = list[list[Integers]]  # of a block: sizes of each of its layers
 Tables = dict[tuple[int, int], Floats]  # costs of the options of two blocks together
 
@@ -37,8 +40,12 @@ def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -
     """Return sizes within the budget that lose less importance, if any near these do."""
     while True:
         now, before, spent = problem.state(list(sizes)), problem.lost(sizes), problem.cost(sizes)
-        options = [_options(problem, block, now, price) for block in problem.blocks]
-        chosen = _solved(*_effects(problem, options, now), budget - spent)
+        for near in (_NEAR, _FEW):
+            options = [_options(problem, block, now, price, near) for block in problem.blocks]
+            lost_with, costs, tables = _effects(problem, options, now)
+            if sum(table.size for table in tables.values()) <= _MOST_PAIRS:
+                break
+        chosen = _solved(lost_with, costs, tables, budget - spent)
         after = list(sizes)
         for block, each, place in zip(problem.blocks, options, chosen, strict=True):
             for i, new in zip(block.layers, each[place], strict=True):
@@ -51,15 +58,15 @@ def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -
             return sizes
 
 
-def _options(problem: SizeProblem, block: Block, now: State, price: float) -> Options:
+def _options(problem: SizeProblem, block: Block, now: State, price: float, near: Near) -> Options:
     """Return different sizes of a block, first those of now."""
     found = [[now.sizes[i] for i in block.layers]]
     count = int(now.stays[block.written].sum())
-    for factor, steps in _NEAR:
+    for factor, steps in near:
         ranking = ranked(problem, block, now, factor * price)
         places = np.searchsorted(ranking.counts, count) + np.asarray(steps)
-        near = np.unique(ranking.counts[places.clip(0, len(ranking.counts) - 1)])
-        found += [ranking.sizes(problem, block, ranking.stays(each)) for each in near]
+        counts = np.unique(ranking.counts[places.clip(0, len(ranking.counts) - 1)])
+        found += [ranking.sizes(problem, block, ranking.stays(each)) for each in counts]
     return list({np.concatenate(each).tobytes(): each for each in found}.values())
 
 
@@ -112,15 +119,16 @@ def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: flo
     matrix = sparse.hstack([sparse.vstack(equal), sparse.block_diag(pairs)], format="csr")
     right = (np.arange(matrix.shape[0]) < len(lost)) * 1.0
     cost, loss = np.concatenate([*costs, *map(np.ravel, tables.values())]), np.concatenate(lost)
+    unit = float(np.abs(cost).max()) or 1.0  # all costs are 0 if each block has one option
     before = float(sum(each[0] for each in lost))  # no better sizes have an option that loses more
     loss = np.asarray(np.minimum(loss, 2 * before) / before if before else loss > 0, np.float64)
     result = milp(
-        np.pad(loss, (0, len(cost) - len(loss))) - _REWARD * cost / np.abs(cost).max(),
+        np.pad(loss, (0, len(cost) - len(loss))) - _REWARD * cost / unit,
         integrality=np.arange(len(cost)) < len(loss),
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(matrix, right, right),
-            LinearConstraint(cost[None] / np.abs(cost).max(), ub=budget / np.abs(cost).max()),
+            LinearConstraint(cost[None] / unit, ub=budget / unit),
         ],
         options=_SOLVER,
     )

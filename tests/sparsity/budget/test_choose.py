@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from scipy.optimize import milp
 
-from loco_ext.sparsity.budget import choose
+from loco_ext.sparsity.budget import choose, exchange
 from loco_ext.sparsity.budget.choose import improved, within
 from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
@@ -170,6 +172,29 @@ def test_the_whole_filters_for_a_budget_are_those_of_brute_force() -> None:
         assert problem.cost(found) <= budget
         least = min(problem.lost(sizes) for sizes in every(problem) if problem.cost(sizes) <= budget)
         assert problem.lost(found) == pytest.approx(least)
+
+
+def test_a_single_filter_has_the_rings_that_fit() -> None:
+    """No block has another option then."""
+    one, reads = np.ones(1, np.int64), np.zeros(1, np.int64)
+    layer = LayerChoices(1.0, np.asarray((9, 1, 0)), np.asarray([[0.0, 0.0, 1.0]]), one, reads, least=1)
+    problem = SizeProblem([layer], np.arange(2) < 1, np.zeros(2))
+    assert within(problem, 5.0)[0].tolist() == [1]
+
+
+def test_networks_with_many_pairs_of_blocks_have_small_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer reads all before it, as in DenseNets."""
+    rng, layers, width, count = RNG(0), [], 32, 40
+    for i in range(count):
+        writes = np.arange(width * (i + 1), width * (i + 2))
+        layers.append(LayerChoices(1.0, TAPS, lost(rng, width), writes, np.arange(width * (i + 1)), least=1))
+    classes = np.arange(width * (count + 1))
+    problem = SizeProblem(layers, classes < width, np.zeros(len(classes)))
+    calls = Mock(wraps=milp)
+    monkeypatch.setattr(exchange, "milp", calls)
+    budget = 0.5 * problem.whole_cost
+    assert 0.999 * budget < problem.cost(within(problem, budget)) <= budget
+    assert 0 < max(len(call.args[0]) for call in calls.call_args_list) < 10_000
 
 
 def at_least_lost(problem: SizeProblem, budget: float, counts: np.ndarray) -> float:
