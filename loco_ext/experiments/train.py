@@ -73,9 +73,10 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
     """
-    prefix, _ = without_wrappers(model.state_dict())  # which the command analyze leaves out of names
+    (prefix, _), own = without_wrappers(model.state_dict()), dict(model.named_modules())
     layers = (
-        {prefix + name: factors for name, factors in settings.locality.items()}
+        # The command analyze leaves the prefix out of names.
+        {prefix + name if prefix + name in own else name: factors for name, factors in settings.locality.items()}
         if isinstance(settings.locality, Mapping)
         else None
     )

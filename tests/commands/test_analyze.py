@@ -238,8 +238,9 @@ def test_a_network_whose_own_module_has_a_wrappers_name_is_trained_on_from_its_w
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert main(["analyze", str(tmp_path / "m.pt"), "--out", str(tmp_path), "--quiet", "--stat", "abs"]) == 0
     factors = option_parsers.locality(str(tmp_path / "analysis.json"))
-    optimizer = make_optimizer(from_preset("quick", model="small", data="digits", locality=factors), second)
-    assert factors["4"] in optimizer.param_groups[0]["locality"]
+    for named in (factors, {f"module.{name}": of_layer for name, of_layer in factors.items()}):
+        optimizer = make_optimizer(from_preset("quick", model="small", data="digits", locality=named), second)
+        assert factors["4"] in optimizer.param_groups[0]["locality"]
 
 
 def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):
