@@ -54,7 +54,7 @@ def exchanged(problem: SizeProblem, sizes: Sizes, budget: float, price: float) -
         if cost > budget or (lost, -cost) >= (before, -spent):
             return sizes
         sizes = after
-        if lost > (1 - _LEAST_GAIN) * before:
+        if lost >= (1 - _LEAST_GAIN) * before:  # also if nothing is lost, so that nothing is to gain
             return sizes
 
 
