@@ -110,6 +110,6 @@ class StepArgs:
         return (
             *(self.rule.id, self.flags, self.params, self.grads, states, self.steps, self.first, self.hyper),
             *(self.group_index, self.lrs, self.lr_index, self.maps, self.map_index),
-            *([*tables.values()], index),
-            *(self.grad_scale, self.found_inf, self.ordinals, self.seed, self.rounding_step, self.shapes),
+            *([*tables.values()], index, self.grad_scale, self.found_inf, self.ordinals),
+            *(self.seed, self.rounding_step, self.shapes),
         )

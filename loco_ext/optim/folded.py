@@ -130,7 +130,7 @@ class _FoldedStep:
 
     def __init__(self, optimizer: _Optimizer, entries: list[_Entry]) -> None:
         self.optimizer, self.entries = optimizer, entries
-        # Those whose direction is shrunk after the step.
+        # The step's end shrinks the directions of these layers' filters.
         self.rotated = [e for e in entries if e.weight.grad is not None and e.layer.depends_on_direction]
 
     def begin(self, scale: Tensor | None) -> None:

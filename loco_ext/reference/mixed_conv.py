@@ -41,7 +41,7 @@ def mixed_conv2d(
 
 
 def add_and_rectify(result: Tensor, add: Tensor | None, relu: bool) -> Tensor:
-    """Return the sum of a convolution's result and ``add``, if that is given, behind a ReLU if asked for."""
+    """Return a convolution's result plus ``add``, if that is given, and apply a ReLU to it if ``relu``."""
     if add is not None:
         result = result + add
     return result.relu() if relu else result

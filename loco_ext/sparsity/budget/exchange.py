@@ -23,12 +23,14 @@ from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes, Sta
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 
-# Factors on the price, which choose the rings, and numbers of channels more, in units of ``round_to``.
+# A block's options: for a factor on the price, at which its filters choose their rings, the numbers of channels that
+# it gains or gives up, in units of ``round_to``. Networks get the second list if the first has more than _MOST_PAIRS
+# pairs of options, as for DenseNet-121.
 _NEAR = ((1.0, (-8, -4, -2, -1, 0, 1, 2, 4, 8)), (0.8, (-1, 0, 1)), (1.25, (-1, 0, 1)))
-_LEAST_GAIN = 1e-3  # options near the new sizes are tried if they save this fraction of the importance lost
-_REWARD = 1e-5  # part of the objective for cost, so that channels without importance fill the budget, too
-_FEW = ((1.0, (-1, 0, 1)),)  # for networks with more pairs of options than _MOST_PAIRS, such as DenseNet-121
+_FEW = ((1.0, (-1, 0, 1)),)
 _MOST_PAIRS = 20_000
+_LEAST_GAIN = 1e-3  # the search goes on from new sizes if they save this fraction of the importance lost
+_REWARD = 1e-5  # the objective rewards cost by this, so that channels without importance fill the budget, too
 _SOLVER = {"mip_rel_gap": 1e-3, "node_limit": 200}  # no limit of time, so that the same sizes are found again
 
 Near = tuple[tuple[float, tuple[int, ...]], ...]  # as _NEAR
