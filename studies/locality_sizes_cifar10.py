@@ -9,6 +9,8 @@ is taken. At that strength networks are then trained from the same seeds with ea
 images, so that differences are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local",
 from magnitudes, since signed means are about 0 in many layers; they are the means of those of the two networks that the
 tuning has trained at that strength. All of this favours uniform decay, if anything: the strength is tuned only for it.
+With ``--tuned``, decay towards the centre is tuned in the same way, and there is a further arm with the strength that
+suits it; if that is the one of uniform decay, the arm has the networks of "towards the centre".
 
 On one core of an AMD EPYC a network takes 22 s of processor time for 500 images and kernels of 3x3, 37 s for 5x5, and
 70 s for 5,000 images and 3x3. The first command trains 44 networks in each of six cells, in four to five hours; all
@@ -58,10 +60,11 @@ STRENGTHS = {  # strengths of the weight decay
 LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
 TUNING_SEEDS = (1000, 1001)
 CPU = torch.device("cpu")
-TUNING, ESTIMATED = "tuning", "estimated"
+TUNING, ESTIMATED, CENTRE = "tuning", "estimated", "towards the centre"
+TUNING_OF_CENTRE, TUNED = f"tuning, {CENTRE}", f"{CENTRE}, tuned"
 ARMS: dict[str, tuple[float, float] | None] = {
     "uniform": None,
-    "towards the centre": (0.5, 2.0),
+    CENTRE: (0.5, 2.0),
     "away from it": (2.0, 0.5),
     ESTIMATED: None,
 }
@@ -110,10 +113,10 @@ class Study:
         normalization = Normalization(self.dataset.first(images).train).to(self.device)
         return 100 * (1 - evaluate(network, measured.to(self.device), normalization, Processes(self.device))[1])
 
-    def tune(self, cell: Cell, strength: float, seed: int) -> Record:
-        """Return the error on the held-out images of a network with uniform decay, and the factors it suggests."""
+    def tune(self, cell: Cell, strength: float, seed: int, locality: Any = None) -> Record:
+        """Return the error of a network on the held-out images, and the factors it suggests."""
         images = min(cell.images, len(self.dataset.train.labels) - HELD_OUT)
-        network = self.fit(cell, self.training(cell, strength, seed), images)
+        network = self.fit(cell, self.training(cell, strength, seed, locality), images)
         held_out = Samples(*(part[-HELD_OUT:] for part in self.dataset.train))
         factors = analysis.estimate_locality(network, stat="abs")
         return {"error": self.error(network, images, held_out), "locality": factors}
@@ -129,9 +132,11 @@ def of_cell(networks: list[Record], cell: Cell, arm: str) -> list[Record]:
     return [n for n in networks if Cell(n["images"], n["kernel"], n["optimizer"]) == cell and n["arm"] == arm]
 
 
-def chosen(networks: list[Record], cell: Cell) -> tuple[float, dict[str, tuple[float, ...]]] | None:
+def chosen(
+    networks: list[Record], cell: Cell, tuning: str = TUNING
+) -> tuple[float, dict[str, tuple[float, ...]]] | None:
     """Return the strength of least mean error and the factors by layer; None where the tuning is not complete."""
-    tuned = of_cell(networks, cell, TUNING)
+    tuned = of_cell(networks, cell, tuning)
     by_strength = {s: {n["seed"]: n for n in tuned if n["strength"] == s} for s in STRENGTHS[cell.optimizer]}
     if any(found.keys() != set(TUNING_SEEDS) for found in by_strength.values()):
         return None
@@ -149,19 +154,29 @@ def summary(networks: list[Record]) -> list[Record]:
         tuned = chosen(networks, cell)
         if tuned is None:
             continue
-        errors = {arm: {n["seed"]: n["error"] for n in of_cell(networks, cell, arm)} for arm in ARMS}
+        strengths = dict.fromkeys(ARMS, tuned[0])
+        if (of_centre := chosen(networks, cell, TUNING_OF_CENTRE)) is not None:
+            strengths[TUNED] = of_centre[0]
+        errors = {arm: errors_by_seed(networks, cell, arm, strength) for arm, strength in strengths.items()}
         arms = {}
         for arm, own in errors.items():
             seeds = sorted(own.keys() & errors["uniform"].keys())
             if len(seeds) > 1:
                 ours, uniform = (np.array([each[seed] for seed in seeds]) for each in (own, errors["uniform"]))
-                arms[arm] = summaries.compare(ours, uniform if arm != "uniform" else ours)
+                compared = summaries.compare(ours, uniform if arm != "uniform" else ours)
+                arms[arm] = {"strength": strengths[arm]} | compared
         found.append(cell._asdict() | {"strength": tuned[0], "locality": tuned[1], "arms": arms})
     return found
 
 
-def run(study: Study, results: ResultFile, cell: Cell, seeds: range) -> None:
-    """Train the networks of a cell that the results lack."""
+def errors_by_seed(networks: list[Record], cell: Cell, arm: str, strength: float) -> dict[int, float]:
+    """Return the test errors of an arm."""
+    trained = of_cell(networks, cell, CENTRE if arm == TUNED else arm)
+    return {n["seed"]: n["error"] for n in trained if n["strength"] == strength}
+
+
+def run(study: Study, results: ResultFile, cell: Cell, seeds: range, tuned_too: bool) -> None:
+    """Train the networks of a cell that the results lack; ``tuned_too``: those that tune decay towards the centre."""
 
     def once(train: Callable[..., Record], arm: str, strength: float, seed: int, *given: Any) -> None:
         def measure() -> Record:
@@ -179,6 +194,14 @@ def run(study: Study, results: ResultFile, cell: Cell, seeds: range) -> None:
     strength, suggested = tuned
     for seed, arm in product(seeds, ARMS):
         once(study.compare, arm, strength, seed, suggested if arm == ESTIMATED else ARMS[arm])
+    if not tuned_too:
+        return
+    for each, seed in product(STRENGTHS[cell.optimizer], TUNING_SEEDS):
+        once(study.tune, TUNING_OF_CENTRE, each, seed, ARMS[CENTRE])
+    tuned = chosen(results.networks(), cell, TUNING_OF_CENTRE)
+    assert tuned is not None
+    for seed in seeds:
+        once(study.compare, CENTRE, tuned[0], seed, ARMS[CENTRE])
 
 
 def main(
@@ -190,6 +213,7 @@ def main(
     optimizers: Annotated[str, typer.Option(help="Optimizers, sgd and adamw.")] = "sgd,adamw",
     seeds: Annotated[int, typer.Option(min=1, help="Networks per arm; two are needed for a standard error.")] = 8,
     first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    tuned: Annotated[bool, typer.Option(help="Also tune the strength of the decay towards the centre.")] = False,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="JSON file of the results.")] = tables.RESULTS / f"{NAME}-small.json",
 ) -> None:
@@ -199,7 +223,7 @@ def main(
     results = ResultFile(NAME, out, lambda networks: {"cells": summary(networks)})
     sizes, each_kernel = separated(int)(images), separated(int)(kernels)
     for optimizer, count, kernel in product(optimizers.split(","), sizes, each_kernel):
-        run(study, results, Cell(count, kernel, optimizer), range(first, first + seeds))
+        run(study, results, Cell(count, kernel, optimizer), range(first, first + seeds), tuned)
     results.show()
 
 

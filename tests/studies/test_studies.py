@@ -144,6 +144,14 @@ def test_locality_by_size_tunes_uniform_decay_then_compares_by_seed_and_goes_on(
             s = cell["arms"][arm]
             assert s["difference"] == pytest.approx(difference.mean())
             assert s["difference_standard_error"] == pytest.approx(stats.sem(difference))
+    study.main(tmp_path, **options | {"images": "30"}, seeds=2, first=0, tuned=True)
+    networks = json.loads(out.read_text())["networks"]
+    tuned = [n for n in networks if n["arm"] == "tuning, towards the centre"]
+    errors = {s: np.mean([n["error"] for n in tuned if n["strength"] == s]) for s in (1e-4, 10.0)}
+    best = min(errors, key=errors.__getitem__)
+    centre = [n for n in networks if n["arm"] == "towards the centre" and n["images"] == 30 and n["strength"] == best]
+    arm = json.loads(out.read_text())["cells"][0]["arms"]["towards the centre, tuned"]
+    assert (arm["strength"], arm["error"]) == (best, pytest.approx(np.mean([n["error"] for n in centre])))
     assert "| 30 | 5x5 | sgd |" in section("locality_sizes_cifar10", tmp_path)
 
 
