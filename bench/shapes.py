@@ -7,6 +7,11 @@ classes (Howard et al. 2017, Table 1). ViT-B/16 is torchvision's, for images of 
 
 from collections.abc import Callable, Iterator
 
+import torch
+from torch import nn
+
+from loco_ext.experiments import models
+
 Shape = tuple[int, ...]
 
 
@@ -23,45 +28,21 @@ def linear(n_in: int, n_out: int) -> Iterator[Shape]:
     yield (n_out,)
 
 
-def basic_block(c_in: int, width: int) -> Iterator[Shape]:
-    """Yield the shapes of two 3x3 convolutions, and of a 1x1 on the shortcut where the number of channels changes."""
-    yield from conv(c_in, width, 3)
-    yield from conv(width, width, 3)
-    if c_in != width:
-        yield from conv(c_in, width, 1)
-
-
-def bottleneck(c_in: int, width: int) -> Iterator[Shape]:
-    """Yield the shapes of 1x1, 3x3, 1x1 to four times the width, and a 1x1 on the shortcut where channels change."""
-    yield from conv(c_in, width, 1)
-    yield from conv(width, width, 3)
-    yield from conv(width, 4 * width, 1)
-    if c_in != 4 * width:
-        yield from conv(c_in, 4 * width, 1)
-
-
-def resnet(
-    block: Callable[[int, int], Iterator[Shape]], expansion: int, depths: tuple[int, int, int, int]
-) -> Iterator[Shape]:
+def imagenet_resnet(make: Callable[..., nn.Module]) -> Iterator[Shape]:
     """Yield the shapes of an ImageNet ResNet: 7x7 stem, four stages of blocks, 1000 classes."""
-    yield from conv(3, 64, 7)
-    channels = 64
-    for stage, depth in enumerate(depths):
-        width = 64 * 2**stage
-        for _ in range(depth):
-            yield from block(channels, width)
-            channels = expansion * width
-    yield from linear(channels, 1000)
+    with torch.device("meta"):
+        network = make(classes=1000, size=224, stem=7)
+    yield from (tuple(parameter.shape) for parameter in network.parameters())
 
 
 def resnet18() -> Iterator[Shape]:
     """Yield the shapes of 62 tensors, 11,689,512 parameters."""
-    yield from resnet(basic_block, 1, (2, 2, 2, 2))
+    yield from imagenet_resnet(models.resnet18)
 
 
 def resnet50() -> Iterator[Shape]:
     """Yield the shapes of 161 tensors, 25,557,032 parameters."""
-    yield from resnet(bottleneck, 4, (3, 4, 6, 3))
+    yield from imagenet_resnet(models.resnet50)
 
 
 def vgg13() -> Iterator[Shape]:

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
+from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.analysis.tables import STATISTICS, statistics_rows
 from loco_ext.experiments.figures import finish, write
 from loco_ext.output import print_table
@@ -39,7 +40,7 @@ def describe(
     accuracies: list[float],
 ) -> DemoNetwork:
     """Measure a network that ``optimizer`` has trained; ``accuracies`` has one entry per epoch."""
-    taps = mean_abs_weights(model)
+    taps = torch.cat([weight.flatten(0, 1) for weight in conv_weights(model).values()]).abs().mean(0)  # [3, 3]
     index, distances = geometry.distance_classes((3, 3))
     means = [taps[index == number].mean().item() for number in range(len(distances))]
     return DemoNetwork(
@@ -52,17 +53,6 @@ def describe(
         mean_abs_weight_by_tap=taps.tolist(),
         statistics=locality_statistics(model),
     )
-
-
-@torch.no_grad()
-def mean_abs_weights(model: nn.Module) -> Tensor:
-    """Return the mean absolute weight of each tap over all filters of 3x3 convolutions, float64 [3, 3] on the CPU."""
-    filters = [
-        module.weight.cpu().double().flatten(0, 1)  # [filters, 3, 3]
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3)
-    ]
-    return torch.cat(filters).abs().mean(0)
 
 
 def print_networks(networks: list[DemoNetwork]) -> None:

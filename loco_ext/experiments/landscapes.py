@@ -12,6 +12,7 @@ paper has one seed and no other remedies.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,33 +130,24 @@ class _Experiment:
             save_weights(folder / run.WEIGHTS, network.state_dict())
         record["test_accuracies"] = [epoch.test_accuracy for epoch in history]
         record["train_loss"] = history[-1].train_loss
-        for name, what in self.measurements(network).items():
-            record[name] = self.kept(folder, name, what)
+        for name, measure in self.measurements().items():
+            record[name] = self.kept(folder, name, partial(measure, network))
         return record
 
     def kept(self, folder: Path, name: str, what: Callable[[], Record]) -> Record:
         """Return a measurement from its file, which is written where it is missing."""
-
-        def measured() -> Record:
+        path = folder / f"{name}.json"
+        if not path.exists():
             note(f"{folder.name}: {name}")
-            return what()
+        return cached_json(path, what)
 
-        return cached_json(folder / f"{name}.json", measured)
-
-    def measurements(self, network: nn.Module) -> dict[str, Callable[[], Record]]:
-        """Return the measurements on a trained network, by name."""
+    def measurements(self) -> dict[str, Callable[[nn.Module], Record]]:
+        """Return the measurements of a trained network, by name."""
         settings = self.settings
-        found: dict[str, Callable[[], Record]] = {
-            "test": lambda: self.test(network),
-            "landscape": lambda: self.landscape(network),
-        }
-        if settings.corrupted_images:
-            found["robustness"] = lambda: self.robustness(network)
-        if settings.ablated_images:
-            found["ablation"] = lambda: self.ablation(network)
-        if settings.resampled_inputs:
-            found["resampling"] = lambda: self.resampling(network)
-        return found
+        found: dict[str, Callable[[nn.Module], Record]] = {"test": self.test, "landscape": self.landscape}
+        found |= {"robustness": self.robustness} if settings.corrupted_images else {}
+        found |= {"ablation": self.ablation} if settings.ablated_images else {}
+        return found | ({"resampling": self.resampling} if settings.resampled_inputs else {})
 
     def some(self, samples: Samples, count: int) -> Samples:
         """Return ``count`` random samples, the same for every network."""

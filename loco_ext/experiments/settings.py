@@ -130,11 +130,13 @@ class Settings:
         ),
     ] = None
     epochs: Annotated[int, count_option(help="Number of passes over the training samples.")] = 250
-    batch_size: Annotated[int, count_option(help="Number of samples per step, over all processes together.")] = 128
+    batch_size: Annotated[
+        int, Option(min=2, max=MOST, help="Number of samples per step, over all processes together.")
+    ] = 128
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer of the training.")] = "sgd"
-    learning_rate: Annotated[float, Option("--lr", help="Learning rate in the first epoch.")] = 0.1
-    momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")] = 0.9
-    weight_decay: Annotated[float, Option(help="Weight decay; it is twice the lambda of LOCO-REG.")] = 0.001
+    learning_rate: Annotated[float, Option("--lr", min=0, help="Learning rate in the first epoch.")] = 0.1
+    momentum: Annotated[float, Option(min=0, help="Momentum of SGD, less than 1.")] = 0.9
+    weight_decay: Annotated[float, Option(min=0, help="Weight decay; it is twice the lambda of LOCO-REG.")] = 0.001
     schedule: Annotated[
         Literal["steps", "cosine"],
         Option(help="How the learning rate falls: in steps, after each milestone; or along a cosine, to 0."),
@@ -148,9 +150,9 @@ class Settings:
             "given they scale with --epochs.",
         ),
     ] = (70, 140, 190, 230, 245)
-    factor: Annotated[float, Option(help="Factor by which the learning rate is multiplied after each milestone.")] = (
-        0.316
-    )
+    factor: Annotated[
+        float, Option(min=0, help="Factor by which the learning rate is multiplied after each milestone.")
+    ] = 0.316
     locality: Annotated[
         Locality,
         Option(
@@ -175,7 +177,8 @@ class Settings:
         ),
     ] = 0
     width: Annotated[
-        float, Option(help="Factor by which all numbers of channels are multiplied, for resnet* and plain* only.")
+        float,
+        Option(min=0, help="Factor by which all numbers of channels are multiplied, for resnet* and plain* only."),
     ] = 1.0
     penalty: Annotated[
         Literal["rings", "kernels", "complexity"] | None,
@@ -185,7 +188,7 @@ class Settings:
             "complexity, on the network's multiply-accumulates.",
         ),
     ] = None
-    strength: Annotated[float, Option(help="Strength of --penalty, called alpha in the draft.")] = 0.0
+    strength: Annotated[float, Option(min=0, help="Strength of --penalty, called alpha in the draft.")] = 0.0
     weighting: Annotated[
         Literal["plain", "normalized", "scaled"],
         Option(help="Factor of a group of n weights in the penalty: plain: 1; normalized: 1/sqrt(n); scaled: sqrt(n)."),
@@ -264,8 +267,9 @@ class Settings:
     alpha: Annotated[
         float,
         Option(
+            min=0,
             help="Strength of --pilcro, whose losses are means over pixels. The paper uses 1, 10 and 100, which suit "
-            "target. curvature is a steeper loss and needs a smaller strength, such as 0.1."
+            "target. curvature is a steeper loss and needs a smaller strength, such as 0.1.",
         ),
     ] = 0.0
     distillation: Annotated[
@@ -297,12 +301,6 @@ class Settings:
             raise SettingsError(f"image_size: expected none for {self.data}, got {self.image_size}")
         if self.norm == "l1" and self.optimizer == "adamw":
             raise SettingsError("norm: expected l2 for adamw, whose decay is decoupled")
-        if self.batch_size < 2:
-            raise SettingsError(f"batch_size: expected at least 2, got {self.batch_size}")
-        for name in ("learning_rate", "momentum", "weight_decay", "factor", "width", "strength", "alpha"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
         if budget_of(self) is None:

@@ -6,7 +6,6 @@ training/          the run that trains it on, see loco_ext.experiments.run
 model.safetensors, manifest.json, report.json      as of loco_ext.experiments.compacting
 """
 
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,6 +82,7 @@ class Shrinking:
         float | None,
         Option(
             "--lr",
+            min=0,
             show_default="half of the run's, or 0.05 for a checkpoint",
             help="Learning rate in the first epoch; it falls to 0 along a cosine.",
         ),
@@ -105,9 +105,6 @@ class Shrinking:
     def __post_init__(self) -> None:
         check_fields(self)
         check_temperature(self)
-        rate = self.learning_rate
-        if rate is not None and not (math.isfinite(rate) and rate >= 0):
-            raise SettingsError(f"learning_rate: expected a finite number, at least 0, got {rate}")
         if budget_of(self) is None:
             raise SettingsError(f"{', '.join(BUDGETS)}: expected exactly one of them, got none")
 

@@ -217,10 +217,6 @@ def _concatenated(call: AffineCall) -> Tensor:
     return torch.cat(parts, axis)
 
 
-def _linear_map(call: AffineCall) -> Any:
-    return call.run(call.args[0])
-
-
 def _view(call: AffineCall) -> Tensor:
     x = call.args[0]
     if call.shape is None:
@@ -299,7 +295,7 @@ AFFINE: dict[str, AffineRule] = {
     "matmul": _matmul,
     "neg": lambda call: call.args[0] if call.kind is Pass.DEPENDENCE else -call.args[0],
     "cat": _concatenated,
-    **{name: _linear_map for name in (*_AVERAGES, "unflatten", "identity", "contiguous", "clone")},
+    **dict.fromkeys((*_AVERAGES, "unflatten", "identity", "contiguous", "clone"), lambda call: call.run(call.args[0])),
     **{name: _along(0, "dim") for name in ("mean", "sum", "squeeze")},
     "unsqueeze": _along(0, "dim", added=1),
     "transpose": _along(0, "", several=True),

@@ -32,8 +32,6 @@ from loco_ext.regularizers.input_gradients import InputGradients, input_gradient
 from loco_ext.regularizers.routes import Gradients, Pull, double_backward, pull_back
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
-# ReLUs, and whether they write to their input.
-_RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
 
 
 class TangentRoute:
@@ -104,27 +102,21 @@ class _LayersReplaced(TorchFunctionMode):
 
     def __init__(self, passes: _Passes) -> None:
         super().__init__()
-        self._passes = passes
+        self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {
+            **{function: partial(_convolve, passes, function) for function in _CONVOLUTIONS},
+            **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
+            **dict.fromkeys((torch.relu_, Tensor.relu_), partial(_relu, inplace=True)),
+            F.leaky_relu: _leaky_relu,
+            F.hardtanh: _hardtanh,
+            F.batch_norm: partial(_normalise, passes),
+            F.avg_pool2d: partial(_avg_pool2d, passes),
+            F.max_pool2d: _max_pool2d,
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _CONVOLUTIONS:
-            return _convolve(self._passes, func, *args, **kwargs)
-        if func is F.batch_norm:
-            return _normalise(self._passes, *args, **kwargs)
-        if func in _RELUS:
-            return _relu(*args, **{"inplace": _RELUS[func]} | kwargs)
-        if func is F.leaky_relu:
-            return _leaky_relu(*args, **kwargs)
-        if func is F.hardtanh:
-            return _hardtanh(*args, **kwargs)
-        if func is F.avg_pool2d:
-            return _avg_pool2d(self._passes, *args, **kwargs)
-        if func is F.max_pool2d:
-            return _max_pool2d(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._replaced.get(func, func)(*args, **kwargs or {})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.functional import hessian
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -191,7 +190,6 @@ def test_bad_arguments_are_named(change, error, said):
             analysis.gradient_norm(**arguments)
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     "measure",
     [
@@ -201,8 +199,8 @@ def test_bad_arguments_are_named(change, error, said):
     ],
     ids=["gradient_norm", "top_hessian_eigenvalue", "PILCRO"],
 )
-def test_sharded_parameters_are_refused(measure):
+def test_sharded_parameters_are_refused(measure, mesh):
     """FSDP computes with others, in which the loss has no gradient; those of tensor parallelism have it in parts."""
-    model = fully_shard(nn.Sequential(nn.Flatten(), nn.Linear(9, 9)), mesh=init_device_mesh("cpu", (1,)))
+    model = fully_shard(nn.Sequential(nn.Flatten(), nn.Linear(9, 9)), mesh=mesh)
     with pytest.raises(TypeError, match="model: expected parameters that are whole, got DTensor"):
         measure(model, torch.ones(2, 1, 3, 3))

@@ -108,7 +108,7 @@ def test_compiled_models_and_hooks_of_parameters_change_no_measure():
         assert [measure(each, x, targets) for measure in measures] == expected
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("mesh")
 def test_data_parallel_models_are_measured_without_their_wrapper():
     model, (x, targets) = network(), images()
     parallel = nn.parallel.DistributedDataParallel(model)

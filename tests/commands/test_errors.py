@@ -48,7 +48,8 @@ CASES = {
         "--optimizer lion": "--optimizer: expected one of sgd, adam, adamw, got 'lion'",
         "--norm l1 --optimizer adamw": "--norm: expected l2 for adamw",
         "--batch-size 1": "--batch-size: expected at least 2",
-        "--lr nan": "--lr: expected a finite number",
+        "--lr nan": "--lr: expected at least 0, got 'nan'",
+        "--lr inf": "--lr: expected a finite number, at least 0, got inf",
         "--momentum x": "--momentum: expected a number, got 'x'",
         "--momentum 1": "--momentum: expected less than 1, got 1.0",
         "--image-size 8": "--image-size: expected none for digits",
@@ -152,7 +153,7 @@ CASES = {
         "--macs 0.5 --latency 0.5": "--macs, --latency: expected at most one of them",
         "--macs 0.5 --out regions": "--out: expected a folder without other results, got regions, which has settings",
         "--latency nan": "--latency: expected a share in (0, 1], got nan",
-        "--macs 0.5 --lr -1": "--lr: expected a finite number, at least 0",
+        "--macs 0.5 --lr -1": "--lr: expected at least 0, got '-1'",
     },
     tuple(REGIONS): {
         "--dataset mnist": "--data: expected the folder that holds MNIST's idx files, got none",

@@ -118,6 +118,12 @@ def networks():
     return found
 
 
+def network(name, samples, seed):
+    """Return the network of that name, and random inputs."""
+    model, shape = networks()[name]
+    return model, torch.randn(samples, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def mlp(*sizes):
     """Return linear layers with ReLUs behind all, as a list."""
     return [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]

@@ -17,8 +17,7 @@ NETWORKS = [name for name in piecewise.networks() if name != "residual vectors"]
 
 def around(name, samples=2):
     """Return the network around some samples, the samples, and the model."""
-    model, shape = piecewise.networks()[name]
-    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    model, x = piecewise.network(name, samples, 5)
     return frozen.Frozen(frozen.FrozenNetwork(model, x), x), x, model
 
 

@@ -20,15 +20,9 @@ NETWORKS = list(piecewise.networks())
 NORMS = [1, 1.01, 2, 3.5, math.inf]
 
 
-def network(name, samples=3, seed=0):
-    model, shape = piecewise.networks()[name]
-    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return model, x
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_radius_and_unit_are_those_of_a_loop_over_units(name):
-    model, x = network(name)
+    model, x = piecewise.network(name, 3, 0)
     references = [piecewise.gradients(model, sample) for sample in x]
     for p in NORMS:
         radii, units = regularizers.region_radius(model, x, p, return_unit=True)
@@ -52,7 +46,7 @@ class Viewed(nn.Module):
 
 @pytest.mark.parametrize(("name", "kind"), [("cnn", piecewise.Functional), ("local", Viewed)])
 def test_functions_and_methods_are_understood_like_modules(name, kind):
-    model, x = network(name)
+    model, x = piecewise.network(name, 3, 0)
     twin = kind(model)
     torch.testing.assert_close(twin(x), model(x))
     for measure in (regularizers.region_radius, regularizers.count_regions, regularizers.ROLL(1.0, 0.5)):
@@ -135,7 +129,7 @@ def dual_step(gradient, p):
 @pytest.mark.parametrize(("name", "p"), list(zip(NETWORKS, itertools.cycle([1, 2, math.inf, 3.5]))))
 def test_no_point_inside_the_radius_is_in_another_region(name, p):
     """Random points near the boundary are in the same region, and the nearest unit's step leads out of it."""
-    model, x = network(name, samples=4, seed=1)
+    model, x = piecewise.network(name, 4, 1)
     graph = regularizers.linear_regions.FrozenNetwork(model, x)
     radii = regularizers.region_radius(model, x, p)
     generator = torch.Generator().manual_seed(1)
@@ -198,7 +192,7 @@ def test_small_gradients_and_large_exponents_do_not_underflow():
 
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_a_memory_limit_changes_nothing_but_the_chunks(name):
-    model, x = network(name, samples=5)
+    model, x = piecewise.network(name, 5, 0)
     expected = regularizers.region_radius(model, x)
     torch.testing.assert_close(
         regularizers.region_radius(model, x, memory_limit=30_000), expected, **tolerances.REGIONS
@@ -233,7 +227,7 @@ def test_regions_are_counted():
 
 def test_precision_and_model_are_as_before():
     """Autocast is off inside; settings, modes, statistics, gradients and random numbers stay."""
-    model, x = network("residual")
+    model, x = piecewise.network("residual", 3, 0)
     model.float()
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     precision = torch.backends.mkldnn.matmul.fp32_precision

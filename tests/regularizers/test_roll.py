@@ -12,11 +12,6 @@ from tests.regularizers import piecewise
 from tests.regularizers.memory import peak_bytes
 
 
-def network(name, samples=2):
-    model, shape = piecewise.networks()[name]
-    return model, torch.randn(samples, *shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
 def gradients_of(loss, model):
     parameters = list(model.parameters())
     grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
@@ -33,7 +28,7 @@ def bends_with_graph(model, sample):
 
 @pytest.mark.parametrize("name", ["mlp", "narrow mlp", "1d", "residual"])
 def test_losses_are_those_of_a_loop_over_units(name):
-    model, x = network(name)
+    model, x = piecewise.network(name, 2, 7)
     samples = [bends_with_graph(model, sample) for sample in x]
 
     def assert_close(found, parts):
@@ -58,7 +53,7 @@ def test_losses_are_those_of_a_loop_over_units(name):
 
 
 def test_random_probes_are_unbiased_for_roll_and_its_gradient():
-    model, x = network("cnn")
+    model, x = piecewise.network("cnn", 2, 7)
     exact = regularizers.ROLL(1.0, 0.5, probes="exact")(model, x)
     auto = regularizers.ROLL(1.0, 0.5)(model, x)
     assert torch.equal(auto, exact)
