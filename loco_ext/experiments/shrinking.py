@@ -174,7 +174,7 @@ def shrink(
             write_json(path, record)
         else:
             _check_same(read(path), record, path)
-    network = _load(out / "start").to(processes.device)
+    network = sparsity.load(out / "start").to(processes.device)
     before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
     (untrained,) = measure_accuracies(dataset, processes, network)
     teacher = None if how.distillation is None else trained.model
@@ -190,14 +190,6 @@ def shrink(
 def check_folder(out: Path) -> None:
     """Raise UserError if ``out`` has results of something else than shrinking, which would be replaced."""
     check_results(out, ("shrink.json", *compacting.FILES) if (out / "shrink.json").exists() else ())
-
-
-def _load(folder: Path) -> nn.Module:
-    """Return the network that is to be trained on, or raise SettingsError."""
-    try:
-        return sparsity.load(folder)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
 
 
 def _check_same(recorded: Any, record: dict[str, Any], path: Path) -> None:

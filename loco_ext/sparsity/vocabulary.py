@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.errors import UserError
 from loco_ext.fx.branches import length, same_as_on_example
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
 
 
-class ModelFileError(ValueError):
+class ModelFileError(UserError, ValueError):
     """A model that cannot be saved, or files that hold no model; the message names the node, module, tensor or file.
 
     Example:

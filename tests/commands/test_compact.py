@@ -42,6 +42,23 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
     torch.testing.assert_close(sparsity.load(tmp_path / "out")(images), model(images), rtol=1e-4, atol=1e-4)
 
 
+def test_a_network_that_onnx_cannot_hold_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from torch import nn\ndef make():\n    layers = nn.Conv2d(1, 2, 3), nn.AdaptiveMaxPool2d(4), nn.Flatten()\n"
+    code += "    return nn.Sequential(*layers, nn.Linear(32, 10))\n"
+    (tmp_path / "pools_of_this_test.py").write_text(code)
+    name = ["--model", "pools_of_this_test:make"]
+    assert main(["train", *name, *TRAIN[3:], "--out", "run", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["compact", "run", *name, "--cost", "macs", "--onnx", "--out", "out"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("loco-ext: --model: cannot be exported to ONNX: ")
+    assert not (tmp_path / "out" / "model.onnx").exists()
+
+
 @pytest.fixture
 def small(one_thread):
     """Return a network, and what compaction makes of it."""
