@@ -166,13 +166,12 @@ def _product(
         pattern: by output pixel, (crow_indices, col_indices), and by input pixel, (crow_indices, rows, blocks).
         bias, consumer: of the product that gives y.
     """
-    arguments = (*operands, bias, consumer, result, groups, dtype, *pattern)
+    function: Any = _Product.compute
     if transforms.are_active():
-        return _TransformableProduct.apply(*arguments)
-    if _is_recorded(*operands, bias):
-        product: Tensor = _Product.apply(*arguments)
-        return product
-    return _Product.compute(*arguments)
+        function = _TransformableProduct.apply
+    elif _is_recorded(*operands, bias):
+        function = _Product.apply
+    return function(*operands, bias, consumer, result, groups, dtype, *pattern)
 
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
@@ -208,7 +207,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         first, second, *pattern = ctx.saved_tensors
-        _, consumer, result, *of_values = ctx.other
+        _, consumer, result, groups, dtype = ctx.other
         grad = grads[0]
         if grad is None:
             return (None,) * (7 + len(pattern))
@@ -220,7 +219,7 @@ class _Product(torch.autograd.Function):
                 consumer.take(first, grad, second)
                 is_needed = False
             operands = [known[each] for each in _OPERANDS[name]]
-            found.append(_product(name, operands, *of_values, pattern) if is_needed else None)
+            found.append(_product(name, operands, groups, dtype, pattern) if is_needed else None)
         of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return (*found, of_bias, *[None] * (4 + len(pattern)))
 
@@ -249,12 +248,12 @@ class _TransformableProduct(_Product):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         first, second, *pattern = ctx.saved_tensors
-        _, _, result, *of_values = ctx.other
+        _, _, result, groups, dtype = ctx.other
         terms = []
         for pair in ((tangents[0], second), (first, tangents[1])):
             operands = [each for each in pair if each is not None]  # None stands for zeros
             if len(operands) == 2:
-                terms.append(_product(result, operands, *of_values, pattern))
+                terms.append(_product(result, operands, groups, dtype, pattern))
         if tangents[2] is not None:
             terms.append(tangents[2].expand(first.shape[0], -1, -1))
         return reduce(torch.add, terms)
@@ -282,8 +281,8 @@ class _TransformableProduct(_Product):
             y = _product(result, (first.flatten(0, 1), second), groups, dtype, pattern, bias, consumer)
             return y.unflatten(0, first.shape[:2]), 0
         # One product with more groups would copy the weights, which are most of what a layer reads.
-        parts = [
-            [each] * size if dim is None else each.unbind(dim)
+        parts: Any = [
+            [each] * size if each is None or dim is None else each.unbind(dim)
             for each, dim in zip((first, second, bias), in_dims[:3], strict=True)
         ]
         products = [
