@@ -106,56 +106,31 @@ struct PlainSquare {
       LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[b * to_row + a] = row[b];
     }
   }
-
-  // Write column b of the first `rows` rows to to + places[b]. All rows may be read.
-  template <typename Word>
-  static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to,
-                                     const int64_t* places) {
-    for (int64_t a = 0; a < rows; ++a) {
-      Word row[kSize];
-      std::memcpy(row, from + a * row_bytes, sizeof row);
-      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[places[b] + a] = row[b];
-    }
-  }
 };
 
 #if defined(LOCO_AVX512) || defined(LOCO_AVX512_BF16)
-// Transposes 16 x 16 words of 4 bytes, with PlainSquare's functions: loads put quarters of four rows next to each other
-// in a vector, and shuffles then transpose 4 x 4 words.
+// Transposes 16 x 16 words of 4 bytes as PlainSquare does: loads put quarters of four rows next to each other in a
+// vector, and shuffles then transpose 4 x 4 words.
 struct WordSquare {
   static constexpr int64_t kSize = 16;
 
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
     LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
-      four_columns(from + first * 4, row_bytes, [&](int64_t column, __m512 words) LOCO_INLINE {
-        _mm512_storeu_ps(to + (first + column) * to_row, words);
-      });
-    }
-  }
-
-  static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, float* to, const int64_t* places) {
-    const auto mask = static_cast<__mmask16>((1u << rows) - 1);
-    LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
-      four_columns(from + first * 4, row_bytes, [&](int64_t column, __m512 words) LOCO_INLINE {
-        _mm512_mask_storeu_ps(to + places[first + column], mask, words);
-      });
+      const char* const at = from + first * 4;
+      Word* const column = to + first * to_row;
+      const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
+      const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
+      const __m512 ab_low = _mm512_unpacklo_ps(a, b), cd_low = _mm512_unpacklo_ps(c, d);
+      const __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
+      _mm512_storeu_ps(column, _mm512_shuffle_ps(ab_low, cd_low, 0x44));
+      _mm512_storeu_ps(column + to_row, _mm512_shuffle_ps(ab_low, cd_low, 0xee));
+      _mm512_storeu_ps(column + 2 * to_row, _mm512_shuffle_ps(ab_high, cd_high, 0x44));
+      _mm512_storeu_ps(column + 3 * to_row, _mm512_shuffle_ps(ab_high, cd_high, 0xee));
     }
   }
 
  private:
-  template <typename Store>
-  static LOCO_HD void four_columns(const char* at, int64_t row_bytes, const Store& store) {
-    const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
-    const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
-    const __m512 ab_low = _mm512_unpacklo_ps(a, b), cd_low = _mm512_unpacklo_ps(c, d);
-    const __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
-    store(0, _mm512_shuffle_ps(ab_low, cd_low, 0x44));
-    store(1, _mm512_shuffle_ps(ab_low, cd_low, 0xee));
-    store(2, _mm512_shuffle_ps(ab_high, cd_high, 0x44));
-    store(3, _mm512_shuffle_ps(ab_high, cd_high, 0xee));
-  }
-
   // Load 16 bytes of each of rows 0, 4, 8 and 12.
   static LOCO_HD __m512 rows(const char* at, int64_t row_bytes) {
     const auto quarter = [&](int64_t row)

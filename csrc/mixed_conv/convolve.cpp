@@ -26,39 +26,28 @@ struct Taps {
   int64_t count, channels, plane;
 };
 
-template <typename L, int K, int V>
-LOCO_HD void multiply_tap(const typename L::Word* weight, int64_t per_filter, const typename L::Word* const (&at)[V],
-                          int64_t offset, typename L::Vec (&sums)[K][V]) {
-  typename L::Vec pixels[V];
-  LOCO_UNROLL for (int v = 0; v < V; ++v) pixels[v] = L::load(at[v] + offset);
-  LOCO_UNROLL for (int k = 0; k < K; ++k) {
-    const auto factor = L::broadcast(reinterpret_cast<const char*>(weight + k * per_filter));
-    LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = L::multiply_add(factor, pixels[v], sums[k][v]);
-  }
-}
-
 // Add weight[k][channel][tap] times vector v there to sums[k][v], in the order of channels, then taps. weight is
 // contiguous [filters, channels, taps]; at[v] points to vector v in the copy of the band. Each channel's pixels are
 // prefetched while those of the channel before are multiplied.
 template <typename L, int K, int V>
 LOCO_HD void multiply(const Taps& taps, const typename L::Word* weight, const typename L::Word* const (&at)[V],
                       typename L::Vec (&sums)[K][V]) {
-  const int64_t per_filter = taps.channels * taps.count, first = taps.offsets[0];
-  if (taps.count == 1) {
-    const int64_t past = first + taps.channels * taps.plane;
-    for (int64_t offset = first; offset < past; offset += taps.plane, ++weight)
-      multiply_tap<L, K, V>(weight, per_filter, at, offset, sums);
-    return;
-  }
-  const int64_t next_first = taps.plane + first, next_last = taps.plane + taps.offsets[taps.count - 1] + L::kWidth - 1;
+  const int64_t per_filter = taps.channels * taps.count, next_first = taps.plane + taps.offsets[0];
+  const int64_t next_last = taps.plane + taps.offsets[taps.count - 1] + L::kWidth - 1;
   for (int64_t channel = 0; channel < taps.channels; ++channel) {
     const int64_t plane = channel * taps.plane;
     LOCO_UNROLL for (int v = 0; v < V; ++v) {
       __builtin_prefetch(at[v] + plane + next_first);
       __builtin_prefetch(at[v] + plane + next_last);
     }
-    for (int64_t tap = 0; tap < taps.count; ++tap, ++weight)
-      multiply_tap<L, K, V>(weight, per_filter, at, plane + taps.offsets[tap], sums);
+    for (int64_t tap = 0; tap < taps.count; ++tap, ++weight) {
+      typename L::Vec pixels[V];
+      LOCO_UNROLL for (int v = 0; v < V; ++v) pixels[v] = L::load(at[v] + plane + taps.offsets[tap]);
+      LOCO_UNROLL for (int k = 0; k < K; ++k) {
+        const auto factor = L::broadcast(reinterpret_cast<const char*>(weight + k * per_filter));
+        LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = L::multiply_add(factor, pixels[v], sums[k][v]);
+      }
+    }
   }
 }
 
@@ -117,31 +106,21 @@ struct Shares {
   int64_t size(int64_t share) const { return begin(share + 1) - begin(share); }
 };
 
-// Compute all filters at `count` vectors of pixels from `begin` on. The filters of one share are computed at all
-// vectors before the next share, whose weights then replace theirs in the cache.
+// Compute a band. The filters of one share are computed at all vectors before the next share, whose weights then
+// replace theirs in the cache.
 template <typename L>
-void convolve_vectors(const Band<L>& band, int64_t begin, int64_t count) {
+void convolve_band(const Band<L>& band) {
   const Convolution& call = band.call;
   const int64_t* offsets = band.work.offsets;
-  const Shares vectors(count, L::kPixels);
+  const Shares vectors(band.vectors, L::kPixels);
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     const Taps taps{offsets, part->height * part->width, call.from.channels, band.layout.plane};
     const Shares filters(part->filters, L::kFilters);
     for (int64_t i = 0; i < filters.count; ++i) {
       for (int64_t j = 0; j < vectors.count; ++j)
-        some<L>(filters.size(i), vectors.size(j), band, *part, taps, filters.begin(i), begin + vectors.begin(j));
+        some<L>(filters.size(i), vectors.size(j), band, *part, taps, filters.begin(i), vectors.begin(j));
     }
     offsets += taps.count;
-  }
-}
-
-template <typename L>
-void convolve_band(const Band<L>& band) {
-  if (!band.work.results) return convolve_vectors(band, 0, band.vectors);
-  const Shares tiles(band.vectors, L::kPixels);
-  for (int64_t i = 0; i < tiles.count; ++i) {
-    convolve_vectors(band, tiles.begin(i), tiles.size(i));
-    band.write_pixels(tiles.begin(i), tiles.size(i));
   }
 }
 

@@ -23,16 +23,6 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int64_t kLeastShare = 16384;  // weights; waking a thread does not pay below that
-constexpr int64_t kLarge = 4 << 20;     // bytes; smaller tensors stay in cache and need no prefetch
-constexpr int64_t kAhead = 24 << 10;    // bytes: half of the L1 cache
-constexpr int64_t kCacheLine = 64;
-
-// Prefetch memory that will be written while other memory is being read.
-template <typename T>
-void fetch_for_writing(const T* to, int64_t count) {
-  const int64_t bytes = std::min(count * static_cast<int64_t>(sizeof(T)), kAhead);
-  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(reinterpret_cast<const char*>(to) + at, 1);
-}
 
 // A filter as T, in place or in a copy.
 template <typename T>
@@ -82,7 +72,6 @@ void norms_cpu(const Call& call, double* norms) {
 template <typename T>
 void prox_cpu(const Call& call) {
   const int64_t numel = call.shape.numel();
-  const bool large = call.filters * numel * static_cast<int64_t>(sizeof(T)) >= kLarge;
   run_parallel(call.parallel_for, call.filters, grain(call.shape), [&](int64_t begin, int64_t end) {
     FilterSolver<T> solver(call.shape);
     Copy<T> weight, metric, out;
@@ -91,9 +80,7 @@ void prox_cpu(const Call& call) {
       const T* d = call.metric.operand.data ? metric.load(call.metric, o, numel) : nullptr;
       const int64_t at = o * call.thresholds_stride;
       const Thresholds thresholds{call.thresholds + at, call.squared ? call.squared + at : nullptr};
-      T* to = out.place(call.out, o, numel);
-      if (large) fetch_for_writing(to, numel);
-      solver.prox(u, d, thresholds, call.linf, to);
+      solver.prox(u, d, thresholds, call.linf, out.place(call.out, o, numel));
       out.done();
     }
   });

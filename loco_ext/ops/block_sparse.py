@@ -96,7 +96,7 @@ def block_sparse_matmul(
     if (torch.jit.is_tracing() or torch.compiler.is_exporting()) and consumer is None:
         traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
         return traced
-    return _differentiable(_Matmul, x, values, bias, consumer, *indices)
+    return _product("y", (x, values), values.shape[1], values.dtype, indices, bias, consumer)
 
 
 def ignore_tracer_warnings() -> AbstractContextManager[object]:
@@ -144,23 +144,84 @@ class _Consumer(NamedTuple):
             row = end_row
 
 
-def _differentiable(function: Any, *arguments: Any) -> Tensor:
-    """Return what ``function.apply`` returns, bypassing autograd if it has nothing to record.
+# The output y, or its gradient, the input x and the values: each product gives one of the three, by name, from the two
+# others. Its gradient in an operand is the product that gives this operand, with the gradient in place of the result.
+_OPERANDS = {"y": ("x", "values"), "x": ("y", "values"), "values": ("x", "y")}
 
-    Going through autograd takes longer than the product of a small layer.
+
+def _product(
+    result: str,
+    operands: Sequence[Tensor],
+    groups: int,
+    dtype: torch.dtype,
+    pattern: Sequence[Tensor],
+    bias: Tensor | None = None,
+    consumer: _Consumer | None = None,
+) -> Tensor:
+    """Return a product, bypassing autograd if it has nothing to record: that takes longer than a small layer's product.
+
+    Args:
+        result, operands: the name of the product, and the operands that ``_OPERANDS`` lists for it.
+        groups, dtype: of the values.
+        pattern: by output pixel, (crow_indices, col_indices), and by input pixel, (crow_indices, rows, blocks).
+        bias, consumer: of the product that gives y.
     """
+    function: Any = _Product.compute
     if transforms.are_active():
-        return _TRANSFORMABLE[function].apply(*arguments)
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-        return function.apply(*arguments)
-    return function.compute(*arguments)
+        function = _TransformableProduct.apply
+    elif _is_recorded(*operands, bias):
+        function = _Product.apply
+    return function(*operands, bias, consumer, result, groups, dtype, *pattern)
 
 
-# Each product is bilinear in its first two arguments; its last five are the tensors of a pattern: by output pixel,
-# (crow_indices, col_indices), and by input pixel, (crow_indices, rows, blocks).
-#
-# Each has a subclass for forward-mode derivatives and torch.func: torch.compile accepts no function with a ``jvp``,
-# and with a ``setup_context``, ``apply`` binds its arguments by their signature, which multiplies the time it takes.
+def _is_recorded(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def compute(
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None,
+        _: _Consumer | None,
+        result: str,
+        groups: int,
+        dtype: torch.dtype,
+        *pattern: Tensor,
+    ) -> Tensor:
+        if result == "values":
+            return _value_gradient(_adjacent(first), _adjacent(second), pattern[0], pattern[1], groups, dtype)
+        if result == "x":
+            return _run("block_sparse_input_gradient", _adjacent(first), second.contiguous(), *pattern[2:])
+        if first.stride(2) != 1 and not _reads_by_channel(first, second):
+            first = _adjacent(first)
+        bias = None if bias is None else bias.contiguous()
+        return _run("block_sparse_matmul", first, second.contiguous(), *pattern[:2], bias)
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _save(ctx, arguments)
+        return _Product.compute(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        first, second, *pattern = ctx.saved_tensors
+        _, consumer, result, groups, dtype = ctx.other
+        grad = grads[0]
+        if grad is None:
+            return (None,) * (7 + len(pattern))
+        grad = grad if result == "values" else _adjacent(grad)
+        known = dict(zip(_OPERANDS[result], (first, second), strict=True)) | {result: grad}
+        found: list[Tensor | None] = []
+        for name, is_needed in zip(_OPERANDS[result], ctx.needs_input_grad[:2], strict=True):
+            if is_needed and name == "values" and consumer is not None:
+                consumer.take(first, grad, second)
+                is_needed = False
+            operands = [known[each] for each in _OPERANDS[name]]
+            found.append(_product(name, operands, groups, dtype, pattern) if is_needed else None)
+        of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return (*found, of_bias, *[None] * (4 + len(pattern)))
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
@@ -169,168 +230,65 @@ def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
     ctx.other = arguments[2:-5]
 
 
-def _save_for_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _save(ctx, inputs)
-    ctx.save_for_forward(*inputs[:2], *inputs[-5:])
-    ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any other
+class _TransformableProduct(_Product):
+    """_Product for forward-mode derivatives and torch.func.
 
+    torch.compile accepts no function with a ``jvp``, and with a ``setup_context``, ``apply`` binds its arguments by
+    their signature, which multiplies the time it takes.
+    """
 
-def _tangents(ctx: Any, function: Any, tangents: tuple[Tensor | None, ...], *options: Any) -> list[Tensor]:
-    """Return the terms of a product's derivative along the tangents of its first two arguments, None for zeros."""
-    first, second, *pattern = ctx.saved_tensors
-    pairs = (tangents[0], second), (first, tangents[1])
-    return [
-        _differentiable(function, *pair, *options, *pattern) for pair in pairs if all(each is not None for each in pair)
-    ]
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def compute(x: Tensor, values: Tensor, bias: Tensor | None, _: _Consumer | None, *pattern: Tensor) -> Tensor:
-        if x.stride(2) != 1 and not _reads_by_channel(x, values):
-            x = _adjacent(x)
-        return _run(
-            "block_sparse_matmul", x, values.contiguous(), *pattern[:2], None if bias is None else bias.contiguous()
-        )
+    forward: Any = staticmethod(_Product.compute)
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _save(ctx, arguments)
-        return _Matmul.compute(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, values, *pattern = ctx.saved_tensors
-        if grads[0] is None:
-            return (None,) * (4 + len(pattern))
-        grad, consumer = _adjacent(grads[0]), ctx.other[1]
-        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = _differentiable(_InputGradient, grad, values, *pattern) if needs_x else None
-        grad_values = None
-        if needs_values and consumer is not None:
-            consumer.take(x, grad, values)
-        elif needs_values:
-            grad_values = _differentiable(_ValueGradient, x, grad, values.shape[1], values.dtype, *pattern)
-        return (grad_x, grad_values, grad.sum(0) if needs_bias else None, None, *[None] * len(pattern))
-
-
-class _TransformableMatmul(_Matmul):
-    forward: Any = staticmethod(_Matmul.compute)
-    setup_context = staticmethod(_save_for_all)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _save(ctx, inputs)
+        ctx.save_for_forward(*inputs[:2], *inputs[-5:])
+        ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any other
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        terms, dbias = _tangents(ctx, _Matmul, tangents, None, None), tangents[2]
-        if dbias is not None:
-            terms.append(dbias.expand(ctx.saved_tensors[0].shape[0], -1, -1))
+        first, second, *pattern = ctx.saved_tensors
+        _, _, result, groups, dtype = ctx.other
+        terms = []
+        for pair in ((tangents[0], second), (first, tangents[1])):
+            operands = [each for each in pair if each is not None]  # None stands for zeros
+            if len(operands) == 2:
+                terms.append(_product(result, operands, groups, dtype, pattern))
+        if tangents[2] is not None:
+            terms.append(tangents[2].expand(first.shape[0], -1, -1))
         return reduce(torch.add, terms)
 
     @staticmethod
     def vmap(
         info: Any,
         in_dims: tuple[Any, ...],
-        x: Tensor,
-        values: Tensor,
+        first: Tensor,
+        second: Tensor,
         bias: Tensor | None,
         consumer: _Consumer | None,
-        *pattern: Tensor,
-    ) -> tuple[Tensor, int]:
-        if in_dims[1] is None and in_dims[2] is None:
-            x = x.movedim(in_dims[0], 0)
-            y = _differentiable(_Matmul, x.flatten(0, 1), values, bias, consumer, *pattern)
-            return y.unflatten(0, x.shape[:2]), 0
-        one = partial(_differentiable, _Matmul)
-        return _one_by_one(info, in_dims, one, x, values, bias, consumer, *pattern)
-
-
-class _InputGradient(torch.autograd.Function):
-    @staticmethod
-    def compute(grad: Tensor, values: Tensor, *pattern: Tensor) -> Tensor:
-        return _run("block_sparse_input_gradient", _adjacent(grad), values.contiguous(), *pattern[2:])
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _save(ctx, arguments)
-        return _InputGradient.compute(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, values, *pattern = ctx.saved_tensors
-        if grads[0] is None:
-            return (None,) * (2 + len(pattern))
-        x = _adjacent(grads[0])
-        needs_grad, needs_values = ctx.needs_input_grad[:2]
-        return (
-            _differentiable(_Matmul, x, values, None, None, *pattern) if needs_grad else None,
-            _differentiable(_ValueGradient, x, grad, values.shape[1], values.dtype, *pattern) if needs_values else None,
-            *[None] * len(pattern),
-        )
-
-
-class _TransformableInputGradient(_InputGradient):
-    forward: Any = staticmethod(_InputGradient.compute)
-    setup_context = staticmethod(_save_for_all)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        return reduce(torch.add, _tangents(ctx, _InputGradient, tangents))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], grad: Tensor, values: Tensor, *pattern: Tensor) -> tuple[Tensor, int]:
-        if in_dims[1] is None:
-            grad = grad.movedim(in_dims[0], 0)
-            x = _differentiable(_InputGradient, grad.flatten(0, 1), values, *pattern)
-            return x.unflatten(0, grad.shape[:2]), 0
-        return _one_by_one(info, in_dims, partial(_differentiable, _InputGradient), grad, values, *pattern)
-
-
-class _ValueGradient(torch.autograd.Function):
-    @staticmethod
-    def compute(x: Tensor, grad: Tensor, groups: int, dtype: torch.dtype, *pattern: Tensor) -> Tensor:
-        return _value_gradient(_adjacent(x), _adjacent(grad), pattern[0], pattern[1], groups, dtype)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _save(ctx, arguments)
-        return _ValueGradient.compute(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, grad, *pattern = ctx.saved_tensors
-        if grads[0] is None:
-            return (None,) * (4 + len(pattern))
-        needs_x, needs_grad = ctx.needs_input_grad[:2]
-        return (
-            _differentiable(_InputGradient, grad, grads[0], *pattern) if needs_x else None,
-            _differentiable(_Matmul, x, grads[0], None, None, *pattern) if needs_grad else None,
-            None,
-            None,
-            *[None] * len(pattern),
-        )
-
-
-class _TransformableValueGradient(_ValueGradient):
-    forward: Any = staticmethod(_ValueGradient.compute)
-    setup_context = staticmethod(_save_for_all)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        return reduce(torch.add, _tangents(ctx, _ValueGradient, tangents, *ctx.other))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        x: Tensor,
-        grad: Tensor,
+        result: str,
         groups: int,
         dtype: torch.dtype,
         *pattern: Tensor,
     ) -> tuple[Tensor, int]:
         size = info.batch_size
-        x, grad = _into_channels(x, in_dims[0], size), _into_channels(grad, in_dims[1], size)
-        values = _differentiable(_ValueGradient, x, grad, size * groups, dtype, *pattern)
-        return values.unflatten(1, (size, groups)), 1
+        if result == "values":
+            operands = _into_channels(first, in_dims[0], size), _into_channels(second, in_dims[1], size)
+            values = _product(result, operands, size * groups, dtype, pattern)
+            return values.unflatten(1, (size, groups)), 1
+        if in_dims[1] is None and in_dims[2] is None:
+            first = first.movedim(in_dims[0], 0)
+            y = _product(result, (first.flatten(0, 1), second), groups, dtype, pattern, bias, consumer)
+            return y.unflatten(0, first.shape[:2]), 0
+        # One product with more groups would copy the weights, which are most of what a layer reads.
+        parts: Any = [
+            [each] * size if each is None or dim is None else each.unbind(dim)
+            for each, dim in zip((first, second, bias), in_dims[:3], strict=True)
+        ]
+        products = [
+            _product(result, (a, b), groups, dtype, pattern, c, consumer) for a, b, c in zip(*parts, strict=True)
+        ]
+        return torch.stack(products), 0
 
 
 class _Transposed(torch.autograd.Function):
@@ -350,31 +308,10 @@ class _Transposed(torch.autograd.Function):
         return _transposed(grads[0].transpose(1, 2), ctx.dtype).transpose(1, 2), None
 
 
-_TRANSFORMABLE: dict[Any, Any] = {
-    _Matmul: _TransformableMatmul,
-    _InputGradient: _TransformableInputGradient,
-    _ValueGradient: _TransformableValueGradient,
-}
-
-
 def _into_channels(activations: Tensor, dim: int | None, size: int) -> Tensor:
     """Return the activations with the dimension that vmap iterates over as further groups of channels."""
     every = activations.unsqueeze(2).expand(-1, -1, size, -1) if dim is None else activations.movedim(dim, 2)
     return every.flatten(2)
-
-
-def _one_by_one(
-    info: Any, in_dims: tuple[Any, ...], function: Callable[..., Tensor], *arguments: Any
-) -> tuple[Tensor, int]:
-    """Return the stacked products for each element of the dimension that vmap iterates over.
-
-    One product with more groups would copy the weights, which are most of what a layer reads.
-    """
-    parts = [
-        [argument] * info.batch_size if dim is None else argument.unbind(dim)
-        for argument, dim in zip(arguments, in_dims, strict=True)
-    ]
-    return torch.stack([function(*part) for part in zip(*parts, strict=True)]), 0
 
 
 def _value_gradient(
@@ -410,8 +347,7 @@ def _adjacent(activations: Tensor) -> Tensor:
         return activations
     if _has_fast_transpose(activations):
         return _transposed(activations, activations.dtype)
-    recorded = transforms.are_active() or (torch.is_grad_enabled() and activations.requires_grad)
-    if recorded or backends.choose(_FAMILY, activations.device) != "native":
+    if transforms.are_active() or _is_recorded(activations) or backends.choose(_FAMILY, activations.device) != "native":
         # contiguous() would leave an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
     return backends.operators().block_sparse_by_pixel(activations)
@@ -430,7 +366,8 @@ def contiguous(images: Tensor) -> Tensor:
 def _transposed(activations: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the activations in the dtype, with the entries of the last dimension adjacent in memory."""
     if _has_fast_transpose(activations):
-        return _differentiable(_Transposed, activations, dtype)
+        function = _Transposed.apply if _is_recorded(activations) else _Transposed.compute
+        return function(activations, dtype)
     return _adjacent(activations).to(dtype)
 
 
@@ -559,7 +496,7 @@ _TRACED.define("block_sparse_transposed(Tensor x, ScalarType dtype) -> Tensor")
 
 @torch.library.impl(_TRACED, "block_sparse_traced", "CompositeImplicitAutograd")
 def _(x: Tensor, values: Tensor, bias: Tensor | None, pattern: Sequence[Tensor]) -> Tensor:
-    return _differentiable(_Matmul, x, values, bias, None, *pattern)
+    return _product("y", (x, values), values.shape[1], values.dtype, pattern, bias)
 
 
 if backends.library is not None:
