@@ -129,9 +129,11 @@ class Step {
     const double* row = call_.hyper + t.group * Rule::columns;
     const double lr = call_.lrs ? call_.lrs[t.group] : row[0];
     const Coefficients c = Rule::coefficients(call_.options, row, lr);
+    const bool repeats = !jobs_.empty() && jobs_.back().tensor->group == t.group && jobs_.back().tensor->step == t.step;
+    const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
     const bool stochastic = call_.rounding.stochastic && t.w.dtype == DType::bf16;
-    Job<Rule> job{&t, flags, Rule::scalars(row, lr, t.step), c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0};
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0};
     if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {

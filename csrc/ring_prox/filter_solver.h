@@ -145,7 +145,6 @@ class FilterSolver {
     int first = 0;  // first ring that does not vanish
     double sum = 0;
     for (int r = 0; r < rings; ++r) inverses[r] = 1 / std::sqrt(sum += zero_.power[0][r]);
-    weigh();
     const auto solve = [&](double factor) {
       merge_scaled(thresholds, rings, factor, scale_, t);
       first = first_alive(t);
@@ -164,16 +163,30 @@ class FilterSolver {
     }
   }
 
-  // Return the first ring that does not vanish.
-  int first_alive(const double* t) const {
+  // Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
+  // gives a lower bound of sum (d u)^2, which usually suffices to see that no ring vanishes.
+  int first_alive(const double* t) {
     double factors[kMaxRings], of_weighted[kMaxRings];
-    for (int r = 0; r < shape_.rings; ++r) of_weighted[r] = t[r] * weighted_scale_;
-    return chain(weighted_, of_weighted, shape_.rings, factors);
+    const int rings = shape_.rings;
+    if (!weighted_is_known_) {
+      constexpr double kSafely = 0.99;
+      bool all = true;
+      for (int r = 0; r < rings; ++r) {
+        const double square = zero_.power[0][r], bend = zero_.power[2][r];
+        weighted_[r] = bend > 0 ? kSafely * square * square / bend : 0;
+        all &= weighted_[r] > t[r] * t[r];  // a ring larger than its own threshold does not vanish
+      }
+      if (moderate_ && (all || chain(weighted_, t, rings, factors) == 0)) return 0;
+      weigh();
+    }
+    for (int r = 0; r < rings; ++r) of_weighted[r] = t[r] * weighted_scale_;
+    return chain(weighted_, of_weighted, rings, factors);
   }
 
   // Sum the squares of weight times metric. If those would vanish or overflow, the products are multiplied by a power
   // of two, weighted_scale_.
   void weigh() {
+    weighted_is_known_ = true;
     weighted_scale_ = 1;
     std::fill(weighted_, weighted_ + shape_.rings, 0.0);
     if (moderate_) {
@@ -320,6 +333,7 @@ class FilterSolver {
 
   void leave_unscaled() {
     scaled_ = u_, scaled_d_ = d_;
+    weighted_is_known_ = false;
     scale_ = {};
     moderate_ = true;
   }
@@ -397,6 +411,7 @@ class FilterSolver {
   std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr, *scaled_d_ = nullptr;
   double weighted_[kMaxRings];
+  bool weighted_is_known_ = false;
   Scale scale_;           // the scale of scaled_ and scaled_d_
   bool moderate_ = true;  // whether all sums with a metric are in the range that MetricModel can use
   double weighted_scale_ = 1;
