@@ -245,16 +245,6 @@ def test_bad_arguments_are_named() -> None:
         sparsity.compact(model, [])
 
 
-def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        y = net.layer(x)
-        return torch.cat([x + y, y], 1)
-
-    twice = Network(function, layer=nn.Conv2d(4, 4, 3, padding=1))
-    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), twice, Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
-    compacted(model, torch.randn(2, 3, 5, 5).double())
-
-
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_networks_are_built_until_one_is_right(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     build, built = Rewriter.build, list[nn.Module]()

@@ -86,41 +86,9 @@ def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel(channels)
         torch.testing.assert_close(decays(optimizer, model.weight), (0.1 * map_).expand_as(model.weight))
 
 
-def test_a_checkpoint_of_the_optimizer_brings_the_locality_back():
-    model = make_model()
-    saved = optim.SGD(optim.parameter_groups(model, 0.1, LOCALITY), lr=1.0)
-    other = make_model()
-    loaded = optim.SGD(optim.parameter_groups(other, 0.3), lr=1.0)
-    other[0].grow(1)
-    loaded.load_state_dict(saved.state_dict())
-    nn.init.ones_(other[0].weight)
-    map_ = geometry.block_decay_map(other[0].pattern, LOCALITY).view(-1, 1, 1, 1)
-    torch.testing.assert_close(decays(loaded, other[0].weight), (0.1 * map_).expand_as(other[0].weight))
-
-
-def test_groups_hold_each_parameter_once_where_it_belongs():
-    model = make_model()
-    groups = optim.parameter_groups(model, 0.1, LOCALITY, per_layer={"1": None})
-    assert [id(p) for p in groups[0]["params"]] == [id(model[0].weight), id(model[1].weight), id(model[2].weight)]
-    assert groups[0]["locality"] == [LOCALITY, None, LOCALITY]
-    assert [id(p) for p in groups[1]["params"]] == [id(layer.bias) for layer in model]
-    assert groups[1]["weight_decay"] == 0
-
-
 def test_even_kernels_stay_uniform_with_a_warning():
     layer = LocallyConnected1d(1, 1, 4, input_size=7, dtype=torch.float64)
     nn.init.ones_(layer.weight)
     with pytest.warns(UserWarning, match="kernels of an even size have no centre tap"):
         optimizer = optim.SGD(optim.parameter_groups(layer, 0.1, LOCALITY), lr=1.0)
     torch.testing.assert_close(decays(optimizer, layer.weight), torch.full_like(layer.weight, 0.1).detach())
-
-
-def test_factors_for_other_classes_than_the_blocks_have_are_refused():
-    layer = LocallyConnected1d(1, 1, 3, input_size=7)
-    factors = (0.5, 1.0, 2.0)
-    with pytest.raises(
-        ValueError, match=r"one factor for each of the 2 distance classes of the blocks of BlockPattern"
-    ):
-        optim.SGD(optim.parameter_groups(layer, 0.1, factors), lr=1.0)
-    layer.grow(1)
-    optim.SGD(optim.parameter_groups(layer, 0.1, factors), lr=1.0)

@@ -241,8 +241,6 @@ BAD = {
     "nothing to shrink": ([VECTOR], {}, ValueError, r"penalty: expected a group with convolution weights .*\(4,\)"),
     "named vector": ([VECTOR], {"penalty": [PENALTIES["rings"]]}, ValueError, "penalty of parameter 0: weight: exp"),
     "even kernel": ([EVEN], {"penalty": PENALTIES["full rings"]}, ValueError, "parameter 0: kernel_size: expected odd"),
-    "momentum of 1": ([CONV], {"momentum": 1.0}, ValueError, "momentum: expected less than 1 with a penalty, got 1.0"),
-    "differentiable": ([CONV], {"differentiable": True}, ValueError, "penalty: expected None with differentiable"),
 }
 
 

@@ -273,7 +273,7 @@ class BudgetSearch:
     def _network(self, sizes: Sizes) -> tuple[nn.Module, Report]:
         """Return the network that is left of sizes, and its report; for a latency, it is the model with zeros."""
         model, structure = copy.deepcopy((self.model, self.structure))
-        structure.zero(sizes)
+        structure.masks(sizes).apply()
         if self.cost == "latency":  # timed as it will run, with folded batch norms
             return model, compact(model, self.inputs)[1]
         return compact(model, self.inputs, cost="macs", fold_norms=False)

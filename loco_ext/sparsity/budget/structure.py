@@ -154,10 +154,6 @@ class Structure:
             found.add_shifts(norm, stays[classes])
         return found
 
-    def zero(self, sizes: Sizes) -> None:
-        """Set to zero, in place, what sizes leave out."""
-        self.masks(sizes).apply()
-
 
 def log_importance_lost(lost: Floats) -> Floats:
     """Return ``total log(total / kept)`` of a layer's importance, divided among the filters as they go in order.

@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 from loco_ext.sparsity.former_names import present_name
 
 _log = logging.getLogger(__name__)
+Candidate = tuple[nn.Module, Report]  # a smaller network and the report on it
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "macs": costs.fewest_macs}
 
 
@@ -132,9 +132,8 @@ def compacted(
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
         why = str(error).replace("model: expected one that torch.fx can trace, got", "torch.fx cannot trace it:")
-        crop = partial(_cropped, dense, inputs, why)
-        smaller: Iterable[Candidate] = [crop(choose)]
-        unchanged = partial(crop, costs.as_it_is)
+        smaller: Iterable[Candidate] = [crop_modules(dense, inputs, choose, why)]
+        unchanged = partial(crop_modules, dense, inputs, costs.as_it_is, why)
     else:
         if fold_norms:
             fold(graph)
@@ -180,19 +179,11 @@ def take_modes(network: nn.Module, model: nn.Module) -> None:
         module.training = modes[name]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A smaller network and the report on it."""
-
-    network: nn.Module
-    report: Report
-
-
 def _of_graph(channels: Channels, choose: Choose) -> Candidate:
     """Return the network that has the channels that are needed."""
     rewriter = Rewriter(channels, choose)
     network = rewriter.build()
-    return Candidate(network, describe(channels, rewriter))
+    return network, describe(channels, rewriter)
 
 
 def _scattered(channels: Channels, choose: Choose) -> list[Candidate]:
@@ -228,10 +219,10 @@ def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: b
 
 def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
     """Return the fastest of the networks with the right outputs; None if there is none."""
-    right = [each for each in candidates if is_right(each.network, [example])]
+    right = [each for each in candidates if is_right(each[0], [example])]
     if len(right) < 2:
         return right[0] if right else None
-    times = _latencies([each.network for each in right], example.inputs, costs.SHORT_TIMING)
+    times = _latencies([network for network, _ in right], example.inputs, costs.SHORT_TIMING)
     return right[times.index(min(times))]
 
 
@@ -242,12 +233,7 @@ def _whole(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
     """
     whole = _of_graph(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
     has_graphs = any(isinstance(module, fx.GraphModule) for module in dense.modules())
-    return Candidate(dense, whole.report) if has_graphs else whole
-
-
-def _cropped(dense: nn.Module, inputs: Sequence[Any], why: str, choose: Choose) -> Candidate:
-    """Return the model with cropped filters, for a model that has no graph."""
-    return Candidate(*crop_modules(dense, inputs, choose, why))
+    return (dense, whole[1]) if has_graphs else whole
 
 
 def _select(
@@ -264,19 +250,18 @@ def _select(
     dense = example.model
     right, why = None, "the outputs of a smaller network would differ on the example"
     for each in smaller:
-        if is_right(each.network, [example]):
+        if is_right(each[0], [example]):
             why = "the outputs of a smaller network would differ on inputs of other sizes"
-            if is_right(each.network, others):
+            if is_right(each[0], others):
                 right = each
                 break
     before = after = None
     if right is not None and measured:
-        before, after = _latencies([dense, right.network], example.inputs, costs.LONG_TIMING)
+        before, after = _latencies([dense, right[0]], example.inputs, costs.LONG_TIMING)
         if after > before:
             why = f"a smaller network takes {after / before:.3f} times as long on the example"
             right, after = None, before
-    result = unchanged() if right is None else right
-    network, report = result.network, result.report
+    network, report = unchanged() if right is None else right
     if right is None:
         report.notes["model"] = f"it stays as it is: {why}"
         network = network if is_right(network, [example, *others]) else dense

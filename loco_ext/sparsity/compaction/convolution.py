@@ -5,9 +5,8 @@ each axis. Filters with the same box become one convolution. Its padding shrinks
 between the sides of an axis, and may be negative.
 """
 
-import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -128,13 +127,6 @@ def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool 
 def join(parts: Sequence[Part]) -> Part:
     """Return all filters of the parts, with the box that holds them."""
     return tuple(sorted(k for filters, _ in parts for k in filters)), union([box for _, box in parts])
-
-
-def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield all ways to join neighbouring parts."""
-    for cuts in range(len(parts)):
-        for places in itertools.combinations(range(1, len(parts)), cuts):
-            yield [join(parts[a:b]) for a, b in itertools.pairwise([0, *places, len(parts)])]
 
 
 def emit(

@@ -1,7 +1,6 @@
 """Choice of how to compute a convolution: by counting MACs, or by timing on this machine."""
 
 import logging
-import math
 import random
 import statistics
 import time
@@ -16,26 +15,15 @@ from torch import Tensor
 from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
-from loco_ext.sparsity.compaction.convolution import (
-    VECTOR,
-    Bucket,
-    Convolution,
-    Part,
-    by_size,
-    inverse_order,
-    partitions,
-    standalone,
-    taps,
-)
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, inverse_order, join, standalone
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
-_OVERHEAD = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
-_MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
+_MOST_SIZES = 5  # most kernel sizes that have a convolution of torch's each
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
 SHORT_TIMING, LONG_TIMING = 0.6, 2.0  # seconds spent on comparing networks
 _SECONDS_PER_WAY = 0.02  # seconds spent on timing a way
-_MARGIN = 0.97  # several convolutions must take at most this part of the time of one
+_MARGIN = 0.97  # another way must take less than this part of the time of one convolution
 
 
 def fewest_macs(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
@@ -52,14 +40,20 @@ def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> l
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return the fastest way to compute the layer on inputs of the example's shape, dtype and memory format.
 
-    Torch's convolutions are compared with :func:`loco_ext.ops.mixed_conv2d` if its kernels support the layer.
+    One convolution of torch's is compared with one for each kernel size, of which the rarest join the next, and with
+    :func:`loco_ext.ops.mixed_conv2d` if its kernels support the layer.
     """
-    torchs = _fastest_of_torch(convolution, kind, free)
-    if not takes_mixed(convolution, kind):
-        return torchs
-    mixed = all_at_once(convolution)
-    first, second = _times(convolution, [torchs, mixed], kind, free)
-    return mixed if second < first else torchs
+    parts = by_size(convolution, most=_MOST_SIZES)
+    ways = [[Bucket(*join(parts))]]
+    if len(parts) > 1:
+        ways.append([Bucket(*part) for part in parts])
+    if takes_mixed(convolution, kind):
+        ways.append(all_at_once(convolution))
+    if len(ways) == 1:
+        return ways[0]
+    whole, *others = _times(convolution, ways, kind, free)
+    least = min(others)
+    return ways[1 + others.index(least)] if least < _MARGIN * whole else ways[0]
 
 
 def all_at_once(convolution: Convolution) -> list[Bucket]:
@@ -72,24 +66,6 @@ def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
     plain = convolution.axes == 2 and convolution.groups == 1 and convolution.module.padding_mode == "zeros"
     images = len(kind["shape"]) == 4 and kind["dtype"] in mixed_conv.DTYPES
     return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
-
-
-def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """Return the fastest of one convolution and of the most promising ways with several, which join some of the sizes.
-
-    A way is promising if it has little to compute: vectors of filters times taps, and an overhead for each convolution.
-    """
-
-    def effort(way: Sequence[Part]) -> float:
-        return sum(taps(box) * (math.ceil(len(filters) / VECTOR) + _OVERHEAD) for filters, box in way)
-
-    single, *several = partitions(by_size(convolution, most=_MOST_SIZES))
-    ways = [[Bucket(*part) for part in way] for way in (single, *sorted(several, key=effort)[:_MOST_WAYS])]
-    if len(ways) == 1:
-        return ways[0]
-    whole, *together = _times(convolution, ways, kind, free)
-    least = min(together)
-    return ways[1 + together.index(least)] if least < _MARGIN * whole else ways[0]
 
 
 def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:

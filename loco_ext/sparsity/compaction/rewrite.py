@@ -85,7 +85,7 @@ class Rewriter:
             Role.JOIN: self._join,
             Role.CAT: self._cat,
             Role.TAKE: self._take,
-            Role.PERMUTE: self._permute,
+            Role.PERMUTE: self._per_channel,
             Role.FLATTEN: self._flatten,
         }[role]
         self._new[node] = add(node, sources)
@@ -220,10 +220,6 @@ class Rewriter:
 
     def _take_channels(self, source: fx.Node, index: fx.Node, axis: int) -> fx.Node:
         return self._graph.call_function(take_channels, (source, index) if axis == 1 else (source, index, axis))
-
-    def _permute(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        self._kept[node] = self._kept[sources[0]]
-        return self._graph.node_copy(node, self._new.__getitem__)
 
     def _axis(self, node: fx.Node) -> int:
         return self._channels.info.axis(node)
