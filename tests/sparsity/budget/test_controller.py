@@ -95,6 +95,16 @@ def test_a_frozen_batch_norm_does_not_hide_its_filters() -> None:
     assert bool((budget.state_dict()["importance"]["0"][:, -1] > 0).all())
 
 
+def test_a_layer_that_is_frozen_meanwhile_keeps_its_importance() -> None:
+    model, optimizer, budget = controlled("plain", begin=4, end=8)
+    train(model, optimizer, budget, 2, seed=1)
+    before = budget.state_dict()["importance"]
+    model[4].requires_grad_(False)  # type: ignore[index]
+    train(model, optimizer, budget, 2, seed=2)
+    after = budget.state_dict()["importance"]
+    assert {name for name in before if torch.equal(before[name], after[name])} == {"4"}
+
+
 def test_filters_that_go_leave_no_shift_behind() -> None:
     model, optimizer, budget = controlled("plain", granularity="filters", macs=0.3)
     train(model, optimizer, budget, 12, seed=1)
