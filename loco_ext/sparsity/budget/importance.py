@@ -102,11 +102,12 @@ class Taylor:
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
-        before, self._sums = self._tables(), torch.where(finite, self._sums * decay + squares, self._sums)
-        after = self._tables()
-        for layer in self._layers:
-            if not layer.module.weight.requires_grad:
-                after[layer.name].copy_(before[layer.name])
+        frozen = [layer.name for layer in self._layers if not layer.module.weight.requires_grad]
+        before = self._tables() if frozen else {}
+        self._sums = torch.where(finite, self._sums * decay + squares, self._sums)
+        after = self._tables() if frozen else {}
+        for name in frozen:
+            after[name].copy_(before[name])
 
     def known(self) -> bool:
         """Return whether any changes have been added."""
