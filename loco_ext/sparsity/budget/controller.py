@@ -68,7 +68,8 @@ class Budget:
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
-            weight of the model; the budget is below the cost of what must stay; the model cannot be timed.
+            weight that trains, of a layer not in ``skip``; the budget is below the cost of what must stay; the model
+            cannot be timed.
 
     Source:
         Zhu and Gupta, "To prune, or not to prune" (2017), eq. 1, for the schedule.
@@ -122,7 +123,8 @@ class Budget:
         self._structure = structure_of(model, inputs, kind, granularity, skip)
         self._least, self._round_to = least_filters(self._structure, least), check_count("round_to", round_to, 1)
         self._taylor = Taylor(self._structure)
-        _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
+        may_go = [layer for layer in self._structure.layers if not layer.kept]
+        _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in may_go])
         self.steps = 0
         self._set_sizes(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
@@ -310,13 +312,16 @@ def _arrays(sizes: Sequence[Tensor]) -> Sizes:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise unless the optimizer has all weights."""
+    """Raise unless the optimizer has all weights that train."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, weight in weights:
         if id(weight) not in owned and weight.requires_grad:
-            raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
+            raise ValueError(
+                f"optimizer: expected one of the model's parameters, got one without {name}.weight; name layers that "
+                "another optimizer trains in skip"
+            )
 
 
 def _on_rank_0(find: Callable[[], Shared]) -> Shared:

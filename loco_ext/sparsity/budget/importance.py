@@ -79,7 +79,7 @@ class Taylor:
     def add(self, gradient: Callable[[nn.Parameter], Tensor | None], decay: float = 1.0) -> None:
         """Add the squared changes for one batch's gradients, after multiplying what was there by ``decay``.
 
-        Nothing is done if they are not all finite. Without synchronisation.
+        Frozen layers keep what they had, and all layers do if the changes are not all finite. Without synchronisation.
         """
         changes = []
         for layer, removed in zip(self._layers, self._removed_taps, strict=True):
@@ -102,7 +102,12 @@ class Taylor:
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
+        frozen = [layer.name for layer in self._layers if not layer.module.weight.requires_grad]
+        before = self._tables() if frozen else {}
         self._sums = torch.where(finite, self._sums * decay + squares, self._sums)
+        after = self._tables() if frozen else {}
+        for name in frozen:
+            after[name].copy_(before[name])
 
     def known(self) -> bool:
         """Return whether any changes have been added."""

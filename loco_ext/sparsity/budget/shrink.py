@@ -85,7 +85,9 @@ def shrink_to(
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs at most the budget. It costs at least 99 % of the
-        budget, unless what would fill it loses more importance, as in networks of few channels.
+        budget, unless what would fill it loses more importance, as in networks of few channels. What has no importance
+        at all is not kept to fill it, such as the residual branches of an untrained network behind which the scales of
+        the norms are still zero.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be

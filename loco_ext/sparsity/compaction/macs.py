@@ -1,4 +1,4 @@
-"""The MACs of a whole model, whatever computes them: torch counts its operators, and this package's blocks here."""
+"""The MACs of a whole model, whatever computes them: torch counts its operators, and this module this package's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,9 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
     """
     from torch.utils.flop_counter import FlopCounterMode  # takes a while to import
 
-    blocks = {} if backends.library is None else {torch.ops.loco_ext.block_sparse_matmul: _of_blocks}
+    own, ops = {}, torch.ops.loco_ext
+    if backends.library is not None:
+        own = {ops.block_sparse_matmul: _of_blocks, ops.mixed_conv2d: _of_mixed_conv2d}
     shapes = [x.shape for x in inputs if isinstance(x, Tensor)]
     samples, rank = samples_in(shapes), max(map(len, shapes))
 
@@ -35,7 +37,7 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
     layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, nn.Linear))
     handles = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
-        with _in_counted_operators(model), FlopCounterMode(display=False, custom_mapping=blocks) as counter:
+        with _in_counted_operators(model), FlopCounterMode(display=False, custom_mapping=own) as counter:
             model(*copies(inputs))
     finally:
         for handle in handles:
@@ -72,3 +74,8 @@ def samples_in(shapes: Sequence[Sequence[int]]) -> int:
 
 def _of_blocks(x_shape: Sequence[int], values_shape: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * x_shape[0] * prod(values_shape)
+
+
+def _of_mixed_conv2d(_: Sequence[int], weights: Sequence[Sequence[int]], *__: Any, out_shape: Sequence[int]) -> int:
+    pixels = prod(out_shape) // sum(shape[0] for shape in weights)  # of all samples
+    return 2 * pixels * sum(map(prod, weights))

@@ -95,6 +95,16 @@ def test_a_frozen_batch_norm_does_not_hide_its_filters() -> None:
     assert bool((budget.state_dict()["importance"]["0"][:, -1] > 0).all())
 
 
+def test_a_layer_that_is_frozen_meanwhile_keeps_its_importance() -> None:
+    model, optimizer, budget = controlled("plain", begin=4, end=8)
+    train(model, optimizer, budget, 2, seed=1)
+    before = budget.state_dict()["importance"]
+    model[4].requires_grad_(False)  # type: ignore[index]
+    train(model, optimizer, budget, 2, seed=2)
+    after = budget.state_dict()["importance"]
+    assert {name for name in before if torch.equal(before[name], after[name])} == {"4"}
+
+
 def test_filters_that_go_leave_no_shift_behind() -> None:
     model, optimizer, budget = controlled("plain", granularity="filters", macs=0.3)
     train(model, optimizer, budget, 12, seed=1)
@@ -272,10 +282,15 @@ def test_sharded_models_are_refused(mesh: DeviceMesh) -> None:
         sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
 
 
-def test_an_optimizer_of_another_model() -> None:
-    optimizer = torch.optim.SGD(network("plain").parameters(), lr=0.1)
+def test_an_optimizer_has_the_weights_that_may_go() -> None:
+    """Another optimizer may have the layers in ``skip``, or a group that is added later."""
+    model = network("plain")
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("0.")]
+    optimizer = torch.optim.SGD(others, lr=0.1)
+    options: dict[str, Any] = {"example_inputs": X, "macs": 0.9, "begin": 0, "end": 1}
     with pytest.raises(ValueError, match=r"optimizer: expected one of the model's .*, got one without 0.weight"):
-        sparsity.Budget(network("plain"), optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
+        sparsity.Budget(model, optimizer, **options)
+    sparsity.Budget(model, optimizer, **options, skip=["0"])
 
 
 def test_all_filters_stay_until_gradients_are_finite() -> None:
