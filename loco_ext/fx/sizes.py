@@ -511,7 +511,8 @@ _LAYER_RULES: dict[str, Rule] = {
     "upsample": _upsampled,
 }
 _RULES: dict[str, Rule] = {
-    **{"getitem": _of_items, "pad": _padded, "mean": _reduced, "sum": _reduced, "flatten": _flattened},
+    **{"getitem": _of_items, "pad": _padded, "flatten": _flattened},
+    **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
     "interpolate": _interpolated,
     **{"unsqueeze": _unsqueezed, "view": _viewed},
     "takechannels": _of_taken_channels,

@@ -49,6 +49,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # ranks of batches
 NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
+_REDUCTIONS = ("mean", "amax", "amin")
 _WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
 
@@ -229,7 +230,7 @@ class GraphInfo:
             return _INSTANCE_NORMS.get(type(module), rank(source)) == rank(source)
         if type(module) is nn.Upsample:
             return module.mode in _WITHOUT_OVERSHOOT
-        return _is_crop(node) or is_spatial_mean(node, name, source)
+        return _is_crop(node) or is_spatial_reduction(node, name, source)
 
     def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return the operand of arithmetic along whose channels the other is broadcast; None if there is none.
@@ -363,11 +364,11 @@ def is_interpolation(node: fx.Node, name: str) -> bool:
     return name == "interpolate" and mode in _WITHOUT_OVERSHOOT
 
 
-def is_spatial_mean(node: fx.Node, name: str, source: fx.Node) -> bool:
-    """Return whether the node takes the mean over exactly the spatial axes."""
+def is_spatial_reduction(node: fx.Node, name: str, source: fx.Node) -> bool:
+    """Return whether the node takes the mean, maximum or minimum over exactly the spatial axes."""
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     axes = [axes] if isinstance(axes, int) else axes
-    if name != "mean" or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+    if name not in _REDUCTIONS or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
         return False
     dims = rank(source)
     return dims > 2 and sorted(axis % dims for axis in axes) == list(range(2, dims))
@@ -375,7 +376,7 @@ def is_spatial_mean(node: fx.Node, name: str, source: fx.Node) -> bool:
 
 def is_resampling(name: str) -> bool:
     """Return whether an operation of this name pools or upsamples, which does nothing to a constant channel."""
-    return name in _POOLS or name in ("upsample", "interpolate", "mean")
+    return name in _POOLS or name in ("upsample", "interpolate", *_REDUCTIONS)
 
 
 def keeps_constants(module: Any) -> bool:
