@@ -283,7 +283,7 @@ def test_sharded_models_are_refused(mesh: DeviceMesh) -> None:
 
 
 def test_an_optimizer_has_the_weights_that_may_go() -> None:
-    """Another optimizer may have the layers in ``skip``, or a group that is added later."""
+    """Another optimizer may have the layers in ``skip``."""
     model = network("plain")
     others = [parameter for name, parameter in model.named_parameters() if not name.startswith("0.")]
     optimizer = torch.optim.SGD(others, lr=0.1)
