@@ -56,7 +56,7 @@ def locality_sizes_cifar10(report: Record) -> list[Table]:
     for cell in report["cells"]:
         for arm, s in cell["arms"].items():
             row = [f"{cell['images']:,}", f"{cell['kernel']}x{cell['kernel']}", cell["optimizer"]]
-            rows.append([*row, f"{s.get('strength', cell['strength']):g}", arm, *_compared(s, ".2g"), str(s["count"])])
+            rows.append([*row, f"{s['strength']:g}", arm, *_compared(s, ".2g"), str(s["count"])])
     title = (
         "CIFAR-10, small CNN of half width: test error in percent, mean and standard error, and its paired difference "
         "from uniform decay, whose strength was chosen on held-out training images"
