@@ -47,13 +47,9 @@ def shrink_to(
 
     Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or is removed. The sizes
     of all filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is
-    the importance of a layer and ``kept`` that of the part that stays. As long as a layer loses little, its term is the
-    importance that it loses. Beyond that it grows faster, so that no layer is emptied while others are whole.
-
-    A layer's MACs are the taps of its filters times the remaining channels of its input, so the cost of a channel
-    includes that of the layers that read it. Channels that a residual connection adds up are removed together. The
-    price is the smallest that meets the budget. Then an integer program exchanges channels between all layers as long
-    as that helps, and rings are added as long as any fit into the rest of the budget.
+    the importance of a layer and ``kept`` that of the part that stays. The price is the smallest that meets the budget.
+    Then channels are exchanged between all layers, and rings are added, as long as less importance is lost. Channels
+    that a residual connection adds up are removed together; the cost of a channel includes that of its readers.
 
     Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
     are not folded.
@@ -64,9 +60,8 @@ def shrink_to(
             the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
             of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
-            pass on the example on this machine after :func:`compact`, over the model's. For a latency, the layers are
-            timed at several numbers of channels, and the sum of their times takes the place of the MACs. Whole networks
-            are then timed until one meets the budget.
+            pass on the example on this machine after :func:`compact`. For it, the layers are timed at several numbers
+            of channels, then whole networks until one meets the budget.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``; for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
@@ -77,17 +72,15 @@ def shrink_to(
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
         granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise convolutions
             always stay whole or are removed, and those of other convolutions with groups all stay.
-        least: number of filters that each layer keeps at least, or a mapping from module names to such numbers (1 for
-            other modules).
+        least: number of filters that each layer keeps at least, or one by module name (1 for other modules).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
-        round_to: numbers of channels become multiples of it, or stay as they are. Convolutions on a CPU compute 8 or 16
-            channels together, and those on tensor cores 8. Other numbers take as long as the next multiple.
+        round_to: numbers of channels become multiples of it, or stay as they are. CPUs compute 8 or 16 channels of a
+            convolution together, tensor cores 8; other numbers take as long as the next multiple.
 
     Returns:
-        The network, made by :func:`compact`, and its report. It costs at most the budget. It costs at least 99 % of the
-        budget, unless what would fill it loses more importance, as in networks of few channels. What has no importance
-        at all is not kept to fill it, such as the residual branches of an untrained network behind which the scales of
-        the norms are still zero.
+        The network, made by :func:`compact`, and its report. It costs 99 to 100 % of the budget, or less if what would
+        fill it loses more importance, as in networks of few channels, or has none, as residual branches of an untrained
+        network whose norms still have a scale of zero.
 
     Raises:
         TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
@@ -95,9 +88,8 @@ def shrink_to(
             model cannot be timed. Nothing is changed then.
 
     Source:
-        The costs are eq. 10 of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers";
-        the importance "taylor" is that of Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019),
-        eqs. 8 and 11.
+        Costs: eq. 10 of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers". "taylor":
+        Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
 
     Example:
         >>> import torch
