@@ -5,6 +5,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import BuiltinFunctionType
 from typing import Any, TypeGuard
 
 from torch import Tensor, fx, nn
@@ -14,6 +15,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from loco_ext.errors import first_line
 from loco_ext.fx.branches import NumberProxy, ValuesOnExample, length, same_as_on_example
 from loco_ext.fx.modules import is_hooked
+
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch's own functions take too
 
 
 class UntraceableError(ValueError):
@@ -71,6 +75,13 @@ class _Tracer(ResultTracer):
             elif parameter.kind is not parameter.VAR_KEYWORD:
                 call.arguments[name] = self.create_proxy("placeholder", name, default, {})
         return lambda: forward(*call.args, **call.kwargs)
+
+    def create_node(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *names: Any, **type_expr: Any
+    ) -> fx.Node:
+        if kind == "call_method" or isinstance(target, BuiltinFunctionType):
+            kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+        return super().create_node(kind, target, args, kwargs, *names, **type_expr)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return super().proxy(node) if self._values is None else NumberProxy(node, self)

@@ -209,10 +209,10 @@ def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None
     check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
 
 
-@pytest.mark.parametrize("name", ["mean", "amax", "amin"])
-def test_constants_vanish_ahead_of_reductions_of_whole_images(name: str) -> None:
+@pytest.mark.parametrize(("name", "dim"), [("mean", "dim"), ("amax", "axis"), ("amin", "dim")])
+def test_constants_vanish_ahead_of_reductions_of_whole_images(name: str, dim: str) -> None:
     def function(net: Network, x: Tensor) -> Tensor:
-        return net.linear(getattr(torch, name)(net.first(x), dim=(-1, 2)))
+        return net.linear(getattr(torch, name)(net.first(x), **{dim: (-1, 2)}))
 
     model = Network(function, first=convolution(3, 8), linear=nn.Linear(8, 5)).double().eval()
     model.first.weight.data[::2] = 0
