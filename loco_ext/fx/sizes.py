@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -104,16 +105,7 @@ class Unknowns:
 
     def product(self, factors: Iterable[Size]) -> Size:
         """Return the product as an unknown size times a number; it does not depend on the order of the factors."""
-        number, unknowns = 1, []
-        for factor in factors:
-            terms = list(factor.terms)
-            if len(terms) == 1:
-                ((unknown, coefficient),) = terms
-                number *= coefficient
-                if unknown != _ONE:
-                    unknowns += self._factors.get(unknown, [_of({unknown: 1})])
-            else:
-                unknowns.append(factor)
+        number, unknowns = self._factored(factors)
         if len(unknowns) < 2 or not number:
             return (unknowns[0] if unknowns else _size(1)) * number
         result = self.defined_by(("product", frozenset(Counter(unknowns).items())))
@@ -123,18 +115,29 @@ class Unknowns:
 
     def quotient(self, factors: Iterable[Size], divisors: Iterable[Size]) -> Size | None:
         """Return the quotient of the two products if only numbers and equal sizes have to be cancelled, else None."""
-        rest, coefficient = list(factors), 1
-        for divisor in divisors:
-            if divisor in rest:
-                rest.remove(divisor)
-            elif divisor.number:
-                coefficient *= divisor.number
-            else:
+        (number, rest), (divisor, cancelled) = self._factored(factors), self._factored(divisors)
+        for size in cancelled:
+            if size not in rest:
                 return None
-        whole = self.product(rest)
-        if any(number % coefficient for _, number in whole.terms):
+            rest.remove(size)
+        whole = self.product([_size(number), *rest])
+        if not divisor or any(coefficient % divisor for _, coefficient in whole.terms):
             return None
-        return _of({unknown: number // coefficient for unknown, number in whole.terms})
+        return _of({unknown: coefficient // divisor for unknown, coefficient in whole.terms})
+
+    def _factored(self, sizes: Iterable[Size]) -> tuple[int, list[Size]]:
+        """Return the number and the other sizes, none of which is a product, that give the product of the sizes."""
+        number, unknowns = 1, []
+        for size in sizes:
+            terms = list(size.terms)
+            if len(terms) == 1:
+                ((unknown, coefficient),) = terms
+                number *= coefficient
+                if unknown != _ONE:
+                    unknowns += self._factors.get(unknown, [_of({unknown: 1})])
+            else:
+                unknowns.append(size)
+        return number, unknowns
 
     def divided(self, size: Size, divisor: int) -> Size:
         """Return the quotient, rounded down."""
@@ -463,10 +466,22 @@ def _reduced(call: _Call) -> Sizes | None:
 
 
 def _unsqueezed(call: _Call) -> Sizes | None:
-    if len(call.args) != 1 or not isinstance(call.args[0], int):
+    axis = call.option(0, "dim")
+    if not isinstance(axis, int):
         return None
-    place = call.args[0] % (len(call.sizes) + 1)
+    place = axis % (len(call.sizes) + 1)
     return (*call.sizes[:place], _size(1), *call.sizes[place:])
+
+
+def _squeezed(call: _Call) -> Sizes | None:
+    axes = call.option(0, "dim")
+    axes = [axes] if isinstance(axes, int) else axes
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+        return None
+    asked = {axis % len(call.sizes) for axis in axes}
+    if any(call.sizes[axis].number is None for axis in asked):
+        return None
+    return tuple(size for axis, size in enumerate(call.sizes) if axis not in asked or size.number != 1)
 
 
 def _flattened(call: _Call) -> Sizes | None:
@@ -475,10 +490,31 @@ def _flattened(call: _Call) -> Sizes | None:
     return call.unknowns.flat(call.sizes, start, end) if both else None
 
 
+def unchanged_axes(old: Sizes, new: Sizes) -> tuple[int, int]:
+    """Return how many axes a view leaves alone at the beginning and, of the others, at the end.
+
+    A view has the numbers in the same order, so that any axes of equal sizes are the same.
+    """
+    before = _equal(old, new)
+    return before, _equal(old[before:][::-1], new[before:][::-1])
+
+
+def _equal(one: Sizes, other: Sizes) -> int:
+    """Return at how many places from the first the sizes are equal."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def asked_sizes(args: tuple[Any, ...]) -> Sequence[Any]:
+    """Return the sizes in the arguments of a view, which may be several arguments or one sequence."""
+    return args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+
+
 def _viewed(call: _Call) -> Sizes | None:
-    if call.node.kwargs:
-        return None
-    asked = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], list | tuple) else call.args
+    return None if call.node.kwargs else _divided(call, call.sizes, asked_sizes(call.args))
+
+
+def _divided(call: _Call, whole: Sizes, asked: Sequence[Any]) -> Sizes | None:
+    """Return the sizes asked for, of which -1 is what is left of the product of others."""
     integers, unknowns = call.inference.integers, call.unknowns
     new: list[Any] = [integers.get(length) if isinstance(length, fx.Node) else length for length in asked]
     if len(new) == 1 and isinstance(new[0], tuple):  # the whole shape of another tensor
@@ -489,8 +525,28 @@ def _viewed(call: _Call) -> Sizes | None:
     known = [length for length in lengths if length is not None]
     if len(known) == len(lengths):
         return tuple(known)
-    rest = unknowns.quotient(call.sizes, known) or unknowns.defined_by((call.node.name, "rest"))
+    rest = unknowns.quotient(whole, known) or unknowns.defined_by((call.node.name, "rest"))
     return tuple(rest if length is None else length for length in lengths)
+
+
+def _unflattened(call: _Call) -> Sizes | None:
+    axis = call.option(0, "dim")
+    asked = call.option(1, "sizes" if call.module is None else "unflattened_size")
+    if not isinstance(axis, int) or not isinstance(asked, list | tuple):
+        return None
+    axis %= len(call.sizes)
+    parts = _divided(call, call.sizes[axis : axis + 1], asked)
+    return None if parts is None else (*call.sizes[:axis], *parts, *call.sizes[axis + 1 :])
+
+
+def _expanded(call: _Call) -> Sizes | None:
+    asked = asked_sizes(call.args)
+    added = len(asked) - len(call.sizes)
+    new: list[Any] = [call.inference.integers.get(length, length) for length in asked]
+    if call.node.kwargs or added < 0 or not all(isinstance(length, Size | int) for length in new):
+        return None
+    old = (*[_size(1)] * added, *call.sizes)
+    return tuple(one if length == -1 else _size(length) for one, length in zip(old, new, strict=True))
 
 
 def _of_taken_channels(call: _Call) -> Sizes | None:
@@ -507,14 +563,15 @@ _LAYER_RULES: dict[str, Rule] = {
     "linear": lambda call: _with_size(call.sizes, -1, _size(call.module.out_features)),
     **{f"conv{axes}d": _convolved for axes in (1, 2, 3)},
     **{f"convtranspose{axes}d": _convolved_transposed for axes in (1, 2, 3)},
-    "flatten": _flattened,
+    **{"flatten": _flattened, "unflatten": _unflattened},
     "upsample": _upsampled,
 }
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "flatten": _flattened},
     **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
     "interpolate": _interpolated,
-    **{"unsqueeze": _unsqueezed, "view": _viewed},
+    **{"unsqueeze": _unsqueezed, "squeeze": _squeezed, "view": _viewed, "unflatten": _unflattened},
+    **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.args[0])},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
 }

@@ -16,6 +16,7 @@ from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 Inputs = Tensor | tuple[Tensor, ...]
 
@@ -39,6 +40,9 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
                 for kernel, count, small in zip(weight, gone, chance(len(weight), sizes), strict=True):
                     if small:
                         kernel[:, rings < count] = 0
+            elif isinstance(module, tuple(TRANSPOSED.values())):
+                weight[:, chance(weight.shape[1], dead)] = 0
+                weight[chance(len(weight), inputs)] = 0
             elif isinstance(module, nn.Linear):
                 weight[chance(len(weight), inputs)] = 0
             elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
@@ -232,6 +236,16 @@ def _depthwise(choose: random.Random, channels: int, dims: int) -> tuple[list[nn
     return [convolution, NORMS[dims](channels), nn.ReLU()], channels
 
 
+def _transposed(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    """Return a transposed convolution and a pooling to about as many pixels as before."""
+    out, stride, bias = choose.choice([2, 4]), choose.choice([1, 2]), choose.random() < 0.5
+    size, dilation = choose.choice([2, 3]), choose.choice([1, 2])
+    padding, more = choose.choice([0, 1]), choose.choice([0, stride - 1])
+    layer = TRANSPOSED[dims](channels, out, size, stride, padding, more, 1, bias, dilation)
+    behind = [choose.choice([nn.ReLU, nn.Tanh])(), getattr(nn, f"MaxPool{dims}d")(stride)]
+    return [layer, *choose.choice([[NORMS[dims](out)], []]), *behind], out
+
+
 def _residual(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
     middle = choose.choice([3, 4])
     inside = _convolution(choose, channels, middle, dims, same=True)
@@ -261,4 +275,4 @@ def _pool(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Modu
 
 
 BLOCKS: Sequence[Callable[[random.Random, int, int], tuple[list[nn.Module], int]]]
-BLOCKS = (_plain, _plain, _plain, _depthwise, _residual, _residual, _branches, _gate, _next, _pool)
+BLOCKS = (_plain, _plain, _plain, _depthwise, _transposed, _residual, _residual, _branches, _gate, _next, _pool)

@@ -220,6 +220,41 @@ def test_constants_vanish_ahead_of_reductions_of_whole_images(name: str, dim: st
     assert network.get_submodule("linear").in_features == 4
 
 
+def gate_of_published_code(net: Network, y: Tensor) -> Tensor:
+    n, c, _, _ = y.size()
+    return net.gate(functional.adaptive_avg_pool2d(y, 1).view(n, c)).view(n, c, 1, 1).expand_as(y)
+
+
+GATES: dict[str, Callable[[Network, Tensor], Tensor]] = {
+    "by the sizes of the image": gate_of_published_code,
+    "by an index": lambda net, y: net.gate(y.mean((2, 3)))[:, :, None, None],
+    "by numbers": lambda net, y: net.gate(y.reshape(-1, 8, y.shape[2] * y.shape[3]).mean(2)).view(-1, 8, 1, 1),
+    "by a shape": lambda net, y: net.gate(y.flatten(2).mean(-1)).view(*y.shape[:2], 1, 1).expand(-1, -1, *y.shape[2:]),
+    "of each row": lambda net, y: net.gate(y.amax(3).transpose(1, 2)).transpose(1, 2)[..., None],
+    "of unflattened pixels": lambda net, y: (
+        y.flatten(2).sigmoid().view(y.shape[0], 8, *y.shape[2:]) * net.gate(y.mean((2, 3))).unflatten(1, (8, 1, 1))
+    ),
+    "of channels at the end": lambda net, y: (
+        net.gate(y.permute(0, 2, 3, 1).flatten(1, 2).mean(1, keepdim=True)).unsqueeze(1).squeeze(2).transpose(1, 2)[..., None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_channels_vanish_with_their_gates(name: str) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = functional.relu(net.first(x))
+        return net.last(y * GATES[name](net, y))
+
+    gate = nn.Sequential(nn.Linear(8, 3), nn.ReLU(), nn.Linear(3, 8), nn.Sigmoid())
+    model = Network(function, first=convolution(3, 8), gate=gate, last=convolution(8, 4)).double().eval()
+    model.first.weight.data[::2], model.first.bias.data[::2] = 0, 0
+    network, report = compacted(model, *IMAGES)
+    assert not report.notes
+    assert [network.get_submodule(f"gate.{k}").weight.shape for k in (0, 2)] == [(3, 4), (4, 3)]
+    assert network.get_submodule("last").in_channels == 4
+
+
 @pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 def test_computed_weights_become_plain_ones(compute: Callable[[nn.Module], object]) -> None:

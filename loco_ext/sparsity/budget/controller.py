@@ -240,7 +240,7 @@ class Budget:
         if self._penalty is not None:
             self._penalty.check(state["penalty"])
         if state["sizes"] is not None:
-            wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
+            wanted = [(len(layer.weight), len(layer.taps)) for layer in self._structure.layers]
             given = [(each.numel(), int(each.max()) + 1 if each.numel() else 0) for each in sizes]
             few = any(each.numel() and int(each.min()) < 0 for each in sizes) or len(given) != len(wanted)
             if few or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
+from loco_ext.sparsity.compaction.whole_filters import filters_first
 
 Loss = Callable[[Any, Any], Tensor]
 OfRings = Callable[[str, Tensor], Tensor]  # importance of each ring of each filter, (C_out, rings)
@@ -33,12 +34,12 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
     """
     found = {}
     for layer in structure.layers:
-        given = function(layer.name, layer.module.weight.detach())
+        given = function(layer.name, layer.weight.detach())
         try:
             each = torch.as_tensor(given).detach().double()
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"importance: expected a tensor for {layer.name!r}, got {type(given).__name__}") from None
-        expected = len(layer.module.weight), len(layer.taps) - 1
+        expected = len(layer.weight), len(layer.taps) - 1
         if tuple(each.shape) != expected or not bool((each.isfinite() & (each >= 0)).all()):
             numbers = f", from {each.min().item():g} to {each.max().item():g}" if each.numel() else ""
             raise ValueError(
@@ -64,7 +65,7 @@ class Taylor:
     def __init__(self, structure: Structure) -> None:
         self._layers = structure.layers
         self._removed_taps = [_removed_taps(layer) for layer in structure.layers]
-        self._shapes = {layer.name: (len(layer.module.weight), len(layer.taps)) for layer in structure.layers}
+        self._shapes = {layer.name: (len(layer.weight), len(layer.taps)) for layer in structure.layers}
         self._with_gradient: set[str] = set()
         device = structure.layers[0].module.weight.device
         self._sums = torch.zeros(sum(map(prod, self._shapes.values())), dtype=torch.float64, device=device)
@@ -88,11 +89,12 @@ class Taylor:
                 changes.append(removed.new_zeros(self._shapes[layer.name]))
                 continue
             self._with_gradient.add(layer.name)
-            products = _by_tap(layer.module.weight * given)
+            given = filters_first(layer.module, given)
+            products = _by_tap(layer.weight * given)
             changes.append(products @ removed.to(products))
             scale = None if layer.norm is None or layer.norm.weight is None else gradient(layer.norm.weight)
             if layer.norm is not None and scale is None and _normalises_by_batch(layer.norm):
-                changes[-1][:, -1] = (layer.module.weight * given).flatten(1).norm(dim=1)
+                changes[-1][:, -1] = (layer.weight * given).flatten(1).norm(dim=1)
             owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
             if scale is not None:
                 changes[-1][:, -1] = owner.weight * scale
@@ -221,7 +223,7 @@ def _by_tap(numbers: Tensor) -> Tensor:
 
 def _squares(layer: PrunableLayer) -> Tensor:
     """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
-    squares = _by_tap(layer.module.weight.detach().double().square())
+    squares = _by_tap(layer.weight.detach().double().square())
     norm = layer.norm
     if norm is not None and norm.running_var is not None:
         scale = (norm.running_var.double() + norm.eps).reciprocal()

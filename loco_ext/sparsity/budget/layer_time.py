@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Convolution
-from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_linear
+from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_layer
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.roles import is_depthwise
+from loco_ext.sparsity.compaction.whole_filters import filters_first, has_whole_filters, with_filters
 
 
 class LayerTime(NamedTuple):
@@ -53,24 +53,24 @@ class LayerTimes:
 
 @torch.no_grad()
 def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
-    """Return the times of a convolution or linear layer.
+    """Return the times of a convolution, transposed or not, or a linear layer.
 
     Args:
-        module: the layer, with a weight ``(C_out, C_in/groups, *kernel_size)``.
+        module: the layer.
         kind: shape, dtype, device and memory format of its input.
     """
-    weight, bias = module.weight, module.bias
+    weight, bias = filters_first(module, module.weight), module.bias
     if bias is None:
         bias = weight.new_zeros(len(weight))  # that of the batch norm behind it, once compacted
-    is_linear, alone = isinstance(module, nn.Linear), is_depthwise(module)
-    may_shrink = is_linear or alone or module.groups == 1
+    whole, alone = has_whole_filters(module), is_depthwise(module)
+    may_shrink = whole or alone or module.groups == 1
     filters = _some(len(weight), 8) if may_shrink else [len(weight)] * 8
     inputs = _some(weight.shape[1], 4) if may_shrink and not alone else [weight.shape[1]] * 4
 
     def seconds(width: int, count: int) -> float:
         some = weight[:count, :width]
-        if is_linear:
-            return seconds_of_linear(some.contiguous(), bias[:count], kind)
+        if whole:
+            return seconds_of_layer(with_filters(module, some, bias[:count]), kind)
         channels = count if alone else width * module.groups
         convolution = Convolution(module, some, bias[:count], channels, kind["channels_last"])
         return seconds_of(convolution, kind)

@@ -132,7 +132,7 @@ def _lengths(filters: Tensor) -> Tensor:
 
 def _filters(layer: PrunableLayer) -> Tensor:
     """Return the filters that are penalised, ``(C_out, C_in/groups, *kernel_size)``, of one tap for a linear layer."""
-    weight, scale = layer.module.weight.detach(), _scale(layer)
+    weight, scale = layer.weight.detach(), _scale(layer)
     weight = weight if weight.dim() > 2 else weight[..., None]
     if scale is None:
         return weight
@@ -149,7 +149,7 @@ def _prox(layer: PrunableLayer, step: float) -> Tensor:
 
 def _replace(layer: PrunableLayer, filters: Tensor) -> None:
     """Give a layer these filters."""
-    weight, scale = layer.module.weight.detach(), _scale(layer)
+    weight, scale = layer.weight.detach(), _scale(layer)
     if scale is None:
         weight.copy_(filters.view_as(weight))
         return

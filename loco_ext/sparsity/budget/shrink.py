@@ -131,7 +131,7 @@ def check_budget(**budgets: float | None) -> tuple[str, float]:
 
 def least_filters(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
     """Return the number of filters that each layer keeps at least."""
-    filters = {layer.name: len(layer.module.weight) for layer in structure.layers}
+    filters = {layer.name: len(layer.weight) for layer in structure.layers}
     given = least if isinstance(least, Mapping) else dict.fromkeys(filters, least)
     for name, count in given.items():
         if name not in filters:

@@ -27,6 +27,7 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.whole_filters import filters_first, has_whole_filters
 from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
@@ -36,14 +37,14 @@ _NONZERO = 1e-3  # value of all weights of the copy that is analysed, as what ca
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """A convolution or linear layer of a model.
+    """A convolution, transposed or not, or a linear layer of a model.
 
     Args:
         name: name of the module.
-        module: the module itself, with a weight ``(C_out, C_in/groups, *kernel_size)``.
+        module: the module itself.
         norm: the batch norm that is the only reader of the layer's output; None if there is none.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
-        pixels: number of output pixels of one sample; a fraction where several samples share them.
+        pixels: number of pixels of one sample at which all weights act; a fraction where several samples share them.
         writes: class of each filter's channel, ``[C_out]``.
         reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
             are depthwise, go with the filter that reads them.
@@ -60,6 +61,11 @@ class PrunableLayer:
     reads: Integers | None
     kept: bool
     input: Mapping[str, Any]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, or a view of it, ``(C_out, C_in/groups, *kernel_size)``."""
+        return filters_first(self.module, self.module.weight)
 
     @property
     def taps(self) -> Integers:
@@ -108,7 +114,7 @@ class Structure:
         layers, of_classes = [], np.zeros(len(self.fixed))
         fixed = self.fixed | self._read_in_parts(lost)
         for layer, time in zip(self.layers, times or [None] * len(self.layers), strict=True):
-            weight, table = layer.module.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
+            weight, table = layer.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
             if layer.kept:
                 table[:, 1:] = np.inf
             table[fixed[layer.writes], -1] = np.inf
@@ -143,9 +149,9 @@ class Structure:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""
         found, stays = Masks(), self.fixed.copy()
         for layer, chosen in zip(self.layers, sizes, strict=True):
-            shape = layer.module.weight.shape
-            kept = layer.rings >= chosen[:, None]  # [C_out, taps]
-            found.add(layer.module, "weight", kept.reshape(shape[0], 1, *shape[2:]))
+            kept = torch.from_numpy(layer.rings >= chosen[:, None])  # [C_out, taps]
+            by_weight = kept.reshape(len(kept), 1, *layer.weight.shape[2:])
+            found.add(layer.module, "weight", filters_first(layer.module, by_weight).numpy())
             alive = chosen != len(layer.taps) - 1
             stays[layer.writes[alive]] = True
             for module in (layer.module, layer.norm):
@@ -278,9 +284,10 @@ def structure_of(
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
             norm = None if behind is None else _own(own, behind, channels.info.module(behind))
-            # A convolution with groups runs at the size of its largest filter: smaller ones save nothing.
-            rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped else granularity)
-            pixels = float(pixels_of(node, len(module.weight), samples))
+            # These run at the size of their largest filter: smaller ones save nothing.
+            is_whole = has_whole_filters(module)
+            rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped or is_whole else granularity)
+            pixels = float(pixels_of(node, module, samples))
             read = {name: source.meta[name] for name in ("shape", "dtype", "device", "channels_last")}
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept, read))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}

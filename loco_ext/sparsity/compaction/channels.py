@@ -26,6 +26,7 @@ from loco_ext.sparsity.compaction.constants import (
 )
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
 from loco_ext.sparsity.compaction.roles import GraphInfo, Role
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
 
 _LARGE_ENOUGH = 1e-3  # a kept constant channel stands for all that are larger by at most the inverse of this
 
@@ -185,7 +186,7 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
     if role is Role.TAKE:
         taken = info.taken(node)
         return Value(source.ids[taken], source.constants[taken])
-    if role is Role.PERMUTE:
+    if role is Role.MOVE:
         return source
     pixels = node.meta["shape"][1] // channels.sources(node)[0].meta["shape"][1]
     return Value(np.repeat(source.ids, pixels), np.repeat(source.constants, pixels))
@@ -204,7 +205,7 @@ def _keep_for_size(channels: Channels, node: fx.Node) -> None:
     users = [reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])]
     source = channels.values.get(channels.sources(node)[0])
     if source is not None and any(channels.role(user) is not Role.FLATTEN for user in users):
-        channels.sets.need(source.ids[:1], f"{node.name} asks for its size")
+        channels.sets.need(source.ids[[source.varies.argmax()]], f"{node.name} asks for its size")
 
 
 def _unknown(channels: Channels, node: fx.Node) -> Value | None:
@@ -222,14 +223,15 @@ def _unknown(channels: Channels, node: fx.Node) -> Value | None:
 
 def _convolution(channels: Channels, node: fx.Node, source: Value) -> Value:
     module = channels.info.module(node)
-    weight = module.weight.detach()
+    weight = filters_first(module, module.weight.detach())
     live, groups, width = live_weights(weight), getattr(module, "groups", 1), weight.shape[1]
     constants = source.constants.reshape(groups, 1, width)
     shape = groups, len(weight) // groups, width
     known = np.broadcast_to(np.isfinite(constants), shape).reshape(live.shape)
     zero = np.broadcast_to(constants == 0, shape).reshape(live.shape)
     foldable = known & (zero | meets_no_padding(module))
-    channels.layers[node] = LayerChannels(node, module, live, foldable, known if channels.fixed_size else foldable)
+    drops = known if channels.fixed_size and type(module) not in TRANSPOSED else foldable
+    channels.layers[node] = LayerChannels(node, module, live, foldable, drops)
     value = Value(channels.sets.new(len(weight)), after_layer(module, constants, live, foldable))
     if groups > 1:  # a channel has to stay in its group
         channels.grouped += [*source.ids.tolist(), *value.ids.tolist()]

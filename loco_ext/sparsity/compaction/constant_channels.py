@@ -87,7 +87,7 @@ def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
     found = []
     for user in node.users:
         role = channels.role(user)
-        if role is Role.PERMUTE:
+        if role is Role.MOVE:
             behind = _readers(channels, user)
             if behind is None:
                 return None
@@ -160,7 +160,7 @@ def _passes_on(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node treats all channels the same, whatever their number, and has no weights."""
     role, module = channels.role(node), channels.info.module(node)
     plain = module is None or not any(True for _ in (*module.parameters(), *module.buffers()))
-    return plain and role in (Role.PERMUTE, Role.PER_CHANNEL)
+    return plain and role in (Role.MOVE, Role.PER_CHANNEL)
 
 
 def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, inverse_order, join, standalone
+from loco_ext.sparsity.compaction.whole_filters import filters_first
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
@@ -78,10 +78,16 @@ def seconds_of(convolution: Convolution, kind: Mapping[str, Any]) -> float:
     return _times(convolution, [as_it_is(convolution, kind, free=True)], kind, free=True)[0]
 
 
-def seconds_of_linear(weight: Tensor, bias: Tensor | None, kind: Mapping[str, Any]) -> float:
-    """Return the seconds that a linear layer takes on inputs like the example's, the least of several timings."""
-    x = torch.randn(*kind["shape"][:-1], weight.shape[1], dtype=kind["dtype"], device=kind["device"])
-    ((*seconds,),) = _samples([partial(F.linear, x, weight, bias)], x.device, _SECONDS_PER_WAY)
+def seconds_of_layer(layer: Any, kind: Mapping[str, Any]) -> float:
+    """Return the seconds that a linear layer or a transposed convolution takes on inputs like the example's.
+
+    The least of several timings.
+    """
+    shape = list(kind["shape"])
+    shape[-1 if isinstance(layer, nn.Linear) else 1] = filters_first(layer, layer.weight).shape[1]
+    x = torch.randn(shape, dtype=kind["dtype"], device=kind["device"])
+    x = x.to(memory_format=FORMATS[x.dim()]) if kind["channels_last"] else x
+    ((*seconds,),) = _samples([partial(layer, x)], x.device, _SECONDS_PER_WAY)
     return min(seconds)
 
 

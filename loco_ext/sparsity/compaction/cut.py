@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from loco_ext.fx.modules import paddings
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats, sums_of_taps
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
 
 
 class Cut(NamedTuple):
@@ -44,7 +45,7 @@ def _cut_group(
     """Return the weights of one group; ``inputs`` are counted from the beginning of the group."""
     layer = channels.layers[node]
     needed, read = channels.needed(node)[outputs], channels.needed(source)[group][inputs]
-    whole = layer.module.weight.detach()[outputs]
+    whole = filters_first(layer.module, layer.module.weight.detach())[outputs]
     whole[~torch.from_numpy(needed)] = 0
     bias = _bias(channels, node, outputs)
     weight = whole[:, inputs]
@@ -60,7 +61,7 @@ def _cut_group(
     seen = gone[~foldable]
     if not len(seen):
         return Cut(weight, bias, None)
-    if channels.fixed_size:
+    if channels.fixed_size and type(layer.module) not in TRANSPOSED:
         return Cut(weight, bias, _border(layer.module, whole[:, seen], constants[seen], source.meta["shape"]))
     representative = int(np.abs(np.nan_to_num(constants[inputs]) * read).argmax())
     factors = torch.from_numpy(constants[seen] / constants[inputs[representative]]).to(whole.device)

@@ -17,6 +17,7 @@ from loco_ext.sparsity.compaction.graph import MODULE
 from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
 
 
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
@@ -27,9 +28,9 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
         module = channels.info.module(node)
         depthwise = module is not None and is_depthwise(module)
         if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
-            name, weight = str(node.target), module.weight.detach()
+            name, weight = str(node.target), filters_first(module, module.weight.detach())
             after, buckets = rewriter.layers.get(name, (None, ()))
-            pixels = pixels_of(node, len(weight), samples)
+            pixels = pixels_of(node, module, samples)
             layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
@@ -53,9 +54,10 @@ def samples_of(graph: fx.GraphModule) -> int:
     return samples_in([node.meta["shape"] for node in arguments if "shape" in node.meta])
 
 
-def pixels_of(node: fx.Node, filters: int, samples: int) -> Fraction:
-    """Return the number of places, for one sample, where a layer of so many filters computes all of them."""
-    return Fraction(prod(node.meta["shape"]), filters * samples)
+def pixels_of(node: fx.Node, module: Any, samples: int) -> Fraction:
+    """Return the number of places, for one sample, where a layer multiplies by all of its weights."""
+    image = node.all_input_nodes[0] if type(module) in TRANSPOSED else node
+    return Fraction(prod(image.meta["shape"]), len(module.weight) * samples)
 
 
 def _is_no_layer(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from loco_ext.fx.sizes import Inference, Size
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.sparsity.compaction.layers import as_layers
+from loco_ext.sparsity.compaction.views import spell_out_views
 
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 _OF_NUMBERS = (*_READING[1:], operator.and_, operator.or_, operator.not_, operator.mod)
@@ -57,6 +58,8 @@ def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.Graph
         _fold_kernel_sizes(graph)
         record(graph, example_inputs)
         as_layers(graph, root)
+        spell_out_views(graph)
+        _remove_checks(graph)
         _remove_constant_branches(graph)
     except Exception as error:  # the graph lacks choices of the model's own code and may raise anything
         raise UntraceableError(f"the graph that torch.fx makes of it does not run: {first_line(error)}") from error

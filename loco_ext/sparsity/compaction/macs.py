@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loco_ext.ops import backends
 from loco_ext.sparsity.compaction.graph import copies
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
 def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
@@ -34,7 +35,7 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
         if any(isinstance(x, Tensor) and x.dim() == rank < module.weight.dim() for x in arguments[:1]):
             samples = 1  # the example is an image, or a vector, without a batch
 
-    layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, nn.Linear))
+    layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear))
     handles = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
         with _in_counted_operators(model), FlopCounterMode(display=False, custom_mapping=own) as counter:

@@ -7,18 +7,20 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from loco_ext.fx.modules import bias_trains
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, GraphInfo, Role
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
 def fold_norms(graph: fx.GraphModule) -> None:
     """Fold, in place, every batch normalisation that is the only reader of a layer, using its running statistics."""
     info = GraphInfo(graph)
     for node in list(graph.graph.nodes):
-        if type(info.module(node)) not in (*CONVOLUTIONS, nn.Linear) or info.nodes[node].role is Role.OTHER:
+        kind = type(info.module(node))
+        if kind not in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear) or info.nodes[node].role is Role.OTHER:
             continue
         while (behind := info.norm_behind(node)) is not None and info.module(behind).running_mean is not None:
             layer: Any = graph.get_submodule(str(node.target))
-            fuse = fuse_linear_bn_eval if type(layer) is nn.Linear else fuse_conv_bn_eval
-            fused = fuse(layer, info.module(behind))
+            fuse: Any = fuse_linear_bn_eval if kind is nn.Linear else fuse_conv_bn_eval
+            fused = fuse(layer, info.module(behind), **({"transpose": True} if kind in TRANSPOSED else {}))
             fused.bias.requires_grad_(bias_trains(layer))
             graph.set_submodule(str(node.target), fused)
             behind.replace_all_uses_with(node)

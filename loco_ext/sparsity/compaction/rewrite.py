@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import bias_trains, unused_name
+from loco_ext.fx.modules import unused_name
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
@@ -19,6 +19,7 @@ from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channe
 from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, is_depthwise
+from loco_ext.sparsity.compaction.whole_filters import has_whole_filters, with_filters
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
@@ -85,7 +86,7 @@ class Rewriter:
             Role.JOIN: self._join,
             Role.CAT: self._cat,
             Role.TAKE: self._take,
-            Role.PERMUTE: self._per_channel,
+            Role.MOVE: self._per_channel,
             Role.FLATTEN: self._flatten,
         }[role]
         self._new[node] = add(node, sources)
@@ -94,9 +95,10 @@ class Rewriter:
         layer, source = self._channels.layers[node], sources[0]
         outputs, inputs = self._kept[node], self._kept[source]
         weight, bias, border = cut(self._channels, node, source, outputs, inputs)
-        if isinstance(layer.module, nn.Linear):
-            self._owner.set_submodule(str(node.target), _linear(layer.module, weight, bias))
-            self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), ())]
+        if has_whole_filters(layer.module):
+            self._owner.set_submodule(str(node.target), with_filters(layer.module, weight, bias))
+            box = tuple((0, size) for size in weight.shape[2:])
+            self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), box)]
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
@@ -240,16 +242,6 @@ class Rewriter:
         name = unused_name(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
-
-
-def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    smaller = nn.utils.skip_init(
-        nn.Linear, weight.shape[1], len(weight), bias=bias is not None, device=weight.device, dtype=weight.dtype
-    )
-    smaller.weight = nn.Parameter(weight.clone(), requires_grad=module.weight.requires_grad)
-    if bias is not None:
-        smaller.bias = nn.Parameter(bias.clone(), requires_grad=bias_trains(module))
-    return smaller
 
 
 def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:

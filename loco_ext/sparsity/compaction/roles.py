@@ -25,20 +25,21 @@ from loco_ext.fx.operations import (
     places,
     reads_numbers,
 )
-from loco_ext.fx.sizes import Inference
+from loco_ext.fx.sizes import Inference, unchanged_axes
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
 class Role(Enum):
     """Effect of a node on the channels of its argument: axis 1, or the last axis for linear layers."""
 
-    CONVOLUTION = "convolution"  # includes linear layers, whose channels are features
+    CONVOLUTION = "convolution"  # includes transposed ones and linear layers, whose channels are features
     PER_CHANNEL = "per channel"  # channel i of the result depends only on channel i
     JOIN = "join"  # sums and products of several tensors of the same shape, channel by channel
     CAT = "cat"
     TAKE = "take"  # selects some channels, or all in another order
     PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
-    PERMUTE = "permute"  # moves channels to another axis
+    MOVE = "move"  # moves channels to another axis, or adds, removes, joins or splits others
     FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
     SIZE = "size"  # reads sizes of other axes, or what does not depend on channels
     OTHER = "other"  # nothing is known about the channels
@@ -51,6 +52,7 @@ NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
 _REDUCTIONS = ("mean", "amax", "amin")
 _WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
+_VIEWS = ("unsqueeze", "squeeze", "flatten", "unflatten")  # none of these is given a number of channels
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
 
 
@@ -147,7 +149,7 @@ class GraphInfo:
         """Return why nothing is removed from the inputs and the result of a node with the role OTHER."""
         module = self.module(node)
         sizes = (rank(source) for source in node.all_input_nodes if "shape" in source.meta)
-        if type(module) in CONVOLUTIONS and module.weight.dim() - 1 in sizes:
+        if type(module) in (*CONVOLUTIONS, *TRANSPOSED) and module.weight.dim() - 1 in sizes:
             return "what it reads has no batch"
         return self.why_opaque(node) or "nothing is known of what it does to channels"
 
@@ -177,8 +179,8 @@ class GraphInfo:
         dims = rank(node)
         if self._is_of_last_axis(node):
             return dims - 1
-        if info.role is Role.PERMUTE:
-            return axes_in_order(node, self.modules).index(self._axes[info.sources[0]])
+        if info.role in (Role.MOVE, Role.PER_CHANNEL) and (moved := self._moved(node, info.sources[0])) is not None:
+            return moved
         if info.role is Role.JOIN:
             return max(self._axes[source] - rank(source) for source in info.sources) + dims
         if node.op == "get_attr":
@@ -207,13 +209,13 @@ class GraphInfo:
             return Role.CAT if _is_cat_of_channels(node) and all(self.axis(x) == 1 for x in sources) else Role.OTHER
         if not node.args or node.args[0] is not source or len(sources) > 1:
             return Role.OTHER
-        if axes_in_order(node, self.modules):
-            return Role.PERMUTE
+        if self._moved(node, source) is not None:
+            return Role.PER_CHANNEL if name in _REDUCTIONS else Role.MOVE
         if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1:
             return Role.PER_CHANNEL
         if self.axis(source) != 1:
             return Role.OTHER
-        if name in ("flatten", "view") and self.sizes.of(node) == self.sizes.flattened(source):
+        if name == "flatten" and self.sizes.of(node) == self.sizes.flattened(source):
             return Role.FLATTEN
         if is_padding(node) or is_interpolation(node, name):  # by numbers that may be computed from sizes
             return Role.PER_CHANNEL
@@ -221,16 +223,31 @@ class GraphInfo:
             return Role.OTHER
         if type(module) in CONVOLUTIONS and dims == module.weight.dim():
             return Role.PER_CHANNEL if is_depthwise(module) else Role.CONVOLUTION
-        alone = _POOLS.get(name) == dims - 2 or self._is_per_channel(node, module, name, source)
+        if type(module) in TRANSPOSED and dims == module.weight.dim() and module.groups == 1:
+            return Role.CONVOLUTION
+        alone = _POOLS.get(name) == dims - 2 or self._is_per_channel(node, module, source)
         return Role.PER_CHANNEL if alone and (module is not None or not name.startswith("avgpool")) else Role.OTHER
 
-    def _is_per_channel(self, node: fx.Node, module: Any, name: str, source: fx.Node) -> bool:
+    def _is_per_channel(self, node: fx.Node, module: Any, source: fx.Node) -> bool:
         """Return whether the node treats each channel separately, though not each of its pixels."""
         if type(module) in (*NORMS, nn.PReLU):
             return _INSTANCE_NORMS.get(type(module), rank(source)) == rank(source)
         if type(module) is nn.Upsample:
             return module.mode in _WITHOUT_OVERSHOOT
-        return _is_crop(node) or is_spatial_reduction(node, name, source)
+        return _is_crop(node)
+
+    def _moved(self, node: fx.Node, source: fx.Node) -> int | None:
+        """Return the axis of the channels after a node that changes axes, but not theirs; None for any other node."""
+        axis, added = self.axis(source), rank(node) - rank(source)
+        if order := axes_in_order(node, self.modules):
+            return order.index(axis)
+        name = operation(node, self.modules)
+        if name in _REDUCTIONS and (reduced := _reduced_axes(node, rank(source))) and axis not in reduced:
+            return axis if added == 0 else axis - sum(other < axis for other in reduced)
+        if name not in _VIEWS:
+            return None
+        before, behind = unchanged_axes(self.sizes.of(source), self.sizes.of(node))
+        return axis if axis < before else axis + added if axis >= rank(source) - behind else None
 
     def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return the operand of arithmetic along whose channels the other is broadcast; None if there is none.
@@ -364,14 +381,13 @@ def is_interpolation(node: fx.Node, name: str) -> bool:
     return name == "interpolate" and mode in _WITHOUT_OVERSHOOT
 
 
-def is_spatial_reduction(node: fx.Node, name: str, source: fx.Node) -> bool:
-    """Return whether the node takes the mean, maximum or minimum over exactly the spatial axes."""
+def _reduced_axes(node: fx.Node, dims: int) -> set[int] | None:
+    """Return the axes over which the node takes the mean, maximum or minimum; None if they are not numbers."""
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     axes = [axes] if isinstance(axes, int) else axes
-    if name not in _REDUCTIONS or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
-        return False
-    dims = rank(source)
-    return dims > 2 and sorted(axis % dims for axis in axes) == list(range(2, dims))
+    if not isinstance(axes, list | tuple) or not axes or not all(isinstance(axis, int) for axis in axes):
+        return None
+    return {axis % dims for axis in axes}
 
 
 def is_resampling(name: str) -> bool:

@@ -37,6 +37,7 @@ def test_times_are_linear_in_the_inputs_and_those_of_the_next_number_of_filters(
         (nn.Conv1d(1, 3, 3, padding="same"), (6, 9), [1] * 4, [1, 2, 3, 3, 3, 3, 3, 3]),
         (nn.Conv3d(4, 4, 2, groups=4, padding_mode="circular"), (1, 4, 3, 3, 3), [1] * 4, [1, 2, 3, 4, 4, 4, 4, 4]),
         (nn.Conv2d(8, 6, 3, groups=2, bias=False), (1, 8, 5, 5), [4] * 4, [6] * 8),
+        (nn.ConvTranspose2d(6, 20, 3, 2, bias=False), (2, 6, 9, 9), [2, 4, 6, 6], [4, 8, 12, 16, 20, 20, 20, 20]),
         (nn.Linear(7, 64), (2, 3, 7), [2, 4, 6, 7], [8, 16, 24, 32, 40, 48, 56, 64]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -45,7 +46,7 @@ def test_fewer_channels_are_timed(
     module: Any, shape: tuple[int, ...], inputs: list[int], filters: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = {"shape": shape, "dtype": torch.float32, "device": torch.device("cpu"), "channels_last": False}
-    real = layer_time.seconds_of, layer_time.seconds_of_linear
+    real = layer_time.seconds_of, layer_time.seconds_of_layer
     seen = []
 
     def seconds_of(convolution: Any, kind: Any) -> float:
@@ -53,12 +54,13 @@ def test_fewer_channels_are_timed(
         seen.append(len(convolution.weight))
         return float(convolution.weight.numel() - 100 * (len(convolution.weight) == 4))  # four filters look fast
 
-    def seconds_of_linear(weight: torch.Tensor, bias: torch.Tensor, kind: Any) -> float:
-        assert real[1](weight, bias, kind) > 0
-        return float(weight.numel())
+    def seconds_of_layer(layer: Any, kind: Any) -> float:
+        assert real[1](layer, kind) > 0
+        assert layer.bias is not None
+        return float(layer.weight.numel())
 
     monkeypatch.setattr(layer_time, "seconds_of", seconds_of)
-    monkeypatch.setattr(layer_time, "seconds_of_linear", seconds_of_linear)
+    monkeypatch.setattr(layer_time, "seconds_of_layer", seconds_of_layer)
     time = time_layer(module, kind)
     assert time.inputs.tolist() == inputs
     assert time.filters.tolist() == filters

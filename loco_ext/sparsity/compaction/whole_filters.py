@@ -1,0 +1,40 @@
+"""Linear layers and transposed convolutions: layers with fewer filters and channels, whose filters keep their size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.fx.modules import bias_trains
+from loco_ext.ops.memory_format import FORMATS, is_channels_last
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def filters_first(module: Any, numbers: Tensor) -> Tensor:
+    """Return a view of numbers for each weight of the module, ``(C_out, C_in/groups, *kernel_size)``.
+
+    A transposed convolution has its input channels first; the view of its weight serves for one without groups.
+    """
+    return numbers.transpose(0, 1) if type(module) in TRANSPOSED else numbers
+
+
+def has_whole_filters(module: Any) -> bool:
+    """Return whether the module is a linear layer or a transposed convolution."""
+    return isinstance(module, nn.Linear) or type(module) in TRANSPOSED
+
+
+def with_filters(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """Return a layer like the module with these filters, ``(C_out, C_in, *kernel_size)``, and biases."""
+    options: dict[str, Any] = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
+    if type(module) in TRANSPOSED:
+        names = ("kernel_size", "stride", "padding", "output_padding", "dilation")
+        options |= {name: getattr(module, name) for name in names}
+    layer: Any = nn.utils.skip_init(type(module), weight.shape[1], len(weight), **options)
+    channels_last = is_channels_last(module.weight)
+    memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
+    own = filters_first(module, weight).clone(memory_format=memory_format)
+    layer.weight = nn.Parameter(own, requires_grad=module.weight.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone(), requires_grad=bias_trains(module))
+    return layer
