@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.module import _has_any_global_hook
 
 from loco_ext.errors import first_line
@@ -131,6 +132,9 @@ def trace(
 ) -> fx.GraphModule:
     """Return the model's graph, which uses the model's own modules.
 
+    Its code is compiled by the first call. torch.fx keeps the source of all code that it compiles until the process
+    ends, so a caller that makes a graph in each training step runs it by torch.fx.Interpreter.
+
     Args:
         model: the model, which is not run.
         is_leaf: says which modules stay one call in the graph; None for what torch.fx does, which traces inside all
@@ -151,13 +155,13 @@ def trace(
         model = nn.Sequential(OrderedDict({"the model": model}))
     before, tracer = set(vars(model)), _Tracer(is_leaf, constants, None)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
-        return fx.GraphModule(model, graph)
+        return _LazyGraphModule(model, graph)
     try:
         if example_inputs is not None:
             with suppress(Exception):
-                return fx.GraphModule(model, tracer.trace(model))
+                return _LazyGraphModule(model, tracer.trace(model))
             tracer = _Tracer(is_leaf, constants, example_inputs)
-        return fx.GraphModule(model, tracer.trace(model))
+        return _LazyGraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"
         raise UntraceableError(

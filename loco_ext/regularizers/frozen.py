@@ -98,7 +98,7 @@ class FrozenNetwork:
         (model, with_gradients), self._unchecked = self._unchecked, None
         results = []
         with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(with_gradients):
-            for call in (self.graph, model, model):
+            for call in (fx.Interpreter(self.graph).run, model, model):
                 with _kept_as_it_is(model):
                     try:
                         results.append(call(x.detach().clone()))  # operations in place may write to it
