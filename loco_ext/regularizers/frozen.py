@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from loco_ext.fx.branches import length
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
@@ -197,7 +198,7 @@ def _depending(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.op == "output" or is_dataclass(node.target) or found.isdisjoint(node.all_input_nodes):
             continue
-        of_shape = node.op == "call_method" and node.target in _SIZES
+        of_shape = node.target is length or (node.op == "call_method" and node.target in _SIZES)
         if not of_shape and not (node.target is getattr and node.args[1] in _SHAPES):
             found.add(node)
             yield node
