@@ -1,12 +1,14 @@
 """Tracing of models with torch.fx."""
 
 import dataclasses
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -122,6 +124,15 @@ class _Tracer(ResultTracer):
         except Exception:
             self.failed_in = self.failed_in or f", in its {self.path_of_module(m)} ({type(m).__name__})"
             raise
+
+
+@functools.cache
+def tracing_compiled_parts() -> AbstractContextManager[None]:
+    """Return the context in which torch.fx traces inside parts of a model that are compiled, which then run eagerly.
+
+    It can be entered many times. There is one for all calls, because torch keeps something of each that it makes.
+    """
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def trace(

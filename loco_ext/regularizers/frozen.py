@@ -23,7 +23,7 @@ from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.results import agree
-from loco_ext.fx.trace import UntraceableError, trace
+from loco_ext.fx.trace import UntraceableError, trace, tracing_compiled_parts
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.ops import transforms
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
@@ -63,7 +63,7 @@ class FrozenNetwork:
         _check_parametrizations(model)
         self._unchecked: tuple[nn.Module, bool] | None = (model, torch.is_grad_enabled())
         try:
-            with _kept_as_it_is(model), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            with _kept_as_it_is(model), tracing_compiled_parts():
                 self.graph = trace(model, _is_leaf, _defaults(model), (x,))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
