@@ -1,11 +1,12 @@
 """The training loss around a model's weights: its gradient norm and its largest curvature."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from loco_ext import compiler
 from loco_ext.argument_checks import check_count, check_number, check_seed
@@ -154,13 +155,27 @@ def _hessian_product(
     model: nn.Module, loss: Loss, data: Batches, parameters: list[nn.Parameter], vector: Vector
 ) -> Vector:
     total = _zeros(parameters)
-    for value, share in _losses(model, loss, data):
-        gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
-        curved = [(g, v.to(g.dtype)) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
-        if curved:  # a loss that is linear in all parameters has no second derivative
-            outputs, directions = zip(*curved, strict=True)
-            _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True), share)
+    with _WeightNormsInParts():
+        for value, share in _losses(model, loss, data):
+            gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+            curved = [(g, v.to(g.dtype)) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
+            if curved:  # a loss that is linear in all parameters has no second derivative
+                outputs, directions = zip(*curved, strict=True)
+                _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True), share)
     return total
+
+
+class _WeightNormsInParts(TorchFunctionMode):
+    """Compute weight norms by several operations: second derivatives of torch's fused one take norms for constants."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return (_weight_norm if func is torch._weight_norm else func)(*args, **kwargs or {})
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _power_iteration(

@@ -108,7 +108,7 @@ class RegionsSettings:
                 self.roll(strength, hinge, percent)
             except (TypeError, ValueError) as error:
                 names = {"strength": "strengths", "hinge": "hinges", "top_percent": "percents"}
-                name, _, rest = str(error).partition(":")
+                name, _, rest = str(error).replace("'exact'", "0").partition(":")  # this option is a number
                 raise SettingsError(f"{names.get(name, name)}:{rest}") from error
 
     @property

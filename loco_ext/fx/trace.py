@@ -1,15 +1,18 @@
 """Tracing of models with torch.fx."""
 
 import dataclasses
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import BuiltinFunctionType
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.module import _has_any_global_hook
 
 from loco_ext.errors import first_line
@@ -134,6 +137,15 @@ class _Tracer(ResultTracer):
             raise
 
 
+@functools.cache
+def tracing_compiled_parts() -> AbstractContextManager[None]:
+    """Return the context in which torch.fx traces inside parts of a model that are compiled, which then run eagerly.
+
+    It can be entered many times. There is one for all calls, because torch keeps something of each that it makes.
+    """
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+
+
 def trace(
     model: nn.Module,
     is_leaf: Callable[[nn.Module], bool | None] = lambda module: None,
@@ -141,6 +153,9 @@ def trace(
     example_inputs: Sequence[Any] | None = None,
 ) -> fx.GraphModule:
     """Return the model's graph, which uses the model's own modules.
+
+    Its code is compiled by the first call. torch.fx keeps the source of all code that it compiles until the process
+    ends, so a caller that makes a graph in each training step runs it by torch.fx.Interpreter.
 
     Args:
         model: the model, which is not run.
@@ -162,13 +177,13 @@ def trace(
         model = nn.Sequential(OrderedDict({"the model": model}))
     before, tracer = set(vars(model)), _Tracer(is_leaf, constants, None)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
-        return fx.GraphModule(model, graph)
+        return _LazyGraphModule(model, graph)
     try:
         if example_inputs is not None:
             with suppress(Exception):
-                return fx.GraphModule(model, tracer.trace(model))
+                return _LazyGraphModule(model, tracer.trace(model))
             tracer = _Tracer(is_leaf, constants, example_inputs)
-        return fx.GraphModule(model, tracer.trace(model))
+        return _LazyGraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"
         raise UntraceableError(

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from loco_ext.fx.branches import length
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.results import agree
-from loco_ext.fx.trace import UntraceableError, trace
+from loco_ext.fx.trace import UntraceableError, trace, tracing_compiled_parts
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.ops import transforms
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
@@ -62,7 +63,7 @@ class FrozenNetwork:
         _check_parametrizations(model)
         self._unchecked: tuple[nn.Module, bool] | None = (model, torch.is_grad_enabled())
         try:
-            with _kept_as_it_is(model), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            with _kept_as_it_is(model), tracing_compiled_parts():
                 self.graph = trace(model, _is_leaf, _defaults(model), (x,))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
@@ -98,7 +99,7 @@ class FrozenNetwork:
         (model, with_gradients), self._unchecked = self._unchecked, None
         results = []
         with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(with_gradients):
-            for call in (self.graph, model, model):
+            for call in (fx.Interpreter(self.graph).run, model, model):
                 with _kept_as_it_is(model):
                     try:
                         results.append(call(x.detach().clone()))  # operations in place may write to it
@@ -197,7 +198,7 @@ def _depending(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.op == "output" or is_dataclass(node.target) or found.isdisjoint(node.all_input_nodes):
             continue
-        of_shape = node.op == "call_method" and node.target in _SIZES
+        of_shape = node.target is length or (node.op == "call_method" and node.target in _SIZES)
         if not of_shape and not (node.target is getattr and node.args[1] in _SHAPES):
             found.add(node)
             yield node

@@ -12,7 +12,7 @@ from loco_ext import compiler
 from loco_ext.argument_checks import check_ints, check_module
 from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import operation
-from loco_ext.fx.trace import trace
+from loco_ext.fx.trace import trace, tracing_compiled_parts
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.regularizers.affine import AffineCall, Pass
 from loco_ext.regularizers.evaluation import device_of, measuring
@@ -84,7 +84,7 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
 
 def _check_operations(model: nn.Module) -> None:
     """Raise TypeError if the model does anything whose paths would be counted wrongly, ValueError if fx cannot tell."""
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
+    with tracing_compiled_parts():
         graph = trace(model, lambda module: True if type(module) in (*_WEIGHTED, *_UNCHANGED) else None)
     modules = {**dict(graph.named_modules()), "": model}
     for node in graph.graph.nodes:

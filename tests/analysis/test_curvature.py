@@ -73,6 +73,21 @@ def test_gradient_and_curvature_are_those_of_the_whole_hessian(kind):
     assert norm == pytest.approx(torch.func.grad(value)(here).norm().item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_the_curvature_of_weight_norms_is_that_of_differences_of_gradients(normed):
+    """Autograd's own Hessian of them is not symmetric."""
+    model, shape = network("mlp")
+    model[2] = normed(model[2])
+    data = batches(shape)
+    value, here = flat_loss(model, data)
+    steps = 1e-5 * torch.eye(len(here), dtype=here.dtype)
+    gradient = torch.func.grad(value)
+    rows = torch.stack([(gradient(here + step) - gradient(here - step)) / 2e-5 for step in steps])
+    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-6)
+    assert found.value == pytest.approx(torch.linalg.eigvalsh((rows + rows.mT) / 2)[-1].item(), rel=1e-6)
+
+
 def test_many_batches_in_half_precision_add_up():
     torch.manual_seed(3)
     model = nn.Linear(4, 3).bfloat16()

@@ -158,7 +158,7 @@ CASES = {
     tuple(REGIONS): {
         "--dataset mnist": "--data: expected the folder that holds MNIST's idx files, got none",
         "--percents most": "--percents: expected a number or 'max', got 'most'",
-        "--percents 50": "--probes: expected 'exact' to select 50.0 percent",
+        "--percents 50": "--probes: expected 0 to select 50.0 percent",
         "--strengths -1": "--strengths: expected a finite number of at least 0",
         "--hinges=": "--hinges: expected at least one, got none",
         "--momentum 1": "--momentum: expected less than 1",

@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 class ResidualVectors(nn.Module):
-    """Linear layers with sums, a difference, a product and a concatenation, in code that branches on sizes."""
+    """Linear layers with sums, a difference, a product, parts and a concatenation, in code that branches on sizes."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class ResidualVectors(nn.Module):
             return x
         one = self.a(self.first(x))
         two = one - self.b(self.second(one)) * self.scale / 2 + 0.1
-        return self.c(self.third(torch.cat([one, two], 1)))
+        return self.c(self.third(torch.cat([*one.split(2, 1), two], 1)))
 
 
 class Functional(nn.Module):

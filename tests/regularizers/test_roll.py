@@ -1,5 +1,7 @@
 """ROLL and the margin loss against losses written unit by unit, with their gradients."""
 
+import contextvars
+import linecache
 import math
 
 import pytest
@@ -94,6 +96,16 @@ def test_networks_without_bends_and_infinite_radii_add_nothing():
     assert regularizers.ROLL(1.0, 1.0)(nn.Linear(4, 2), x) == 0
     assert regularizers.MarginLoss(1.0)(nn.Linear(4, 2), x) == 0
     assert regularizers.ROLL(1.0, 1.0)(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x[:0]) == 0
+
+
+def test_steps_of_a_training_leave_nothing_behind_in_torch():
+    model, x = nn.Sequential(*piecewise.mlp(4, 8, 6)), torch.randn(5, 4)
+    counts = []
+    for _ in range(3):
+        regularizers.ROLL(1.0, 0.5)(model, x)
+        regularizers.MarginLoss(1.0)(model, x)
+        counts.append((len(linecache.cache), len(contextvars.copy_context())))
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -155,5 +155,10 @@ def test_arithmetic_is_ieee_as_long_as_a_thread_wants_it() -> None:
             left.set()
             assert longer.result() == "ieee"
         assert products.fp32_precision == "bf16"
+        products.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
+        with ieee_arithmetic(torch.device("cpu")):
+            assert products.fp32_precision == "ieee"
+        torch.backends.fp32_precision = "ieee"
+        assert products.fp32_precision == "ieee"  # it has none of its own, as before
     finally:
-        products.fp32_precision = before
+        products.fp32_precision, torch.backends.fp32_precision = before, "none"
