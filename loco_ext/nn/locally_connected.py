@@ -346,7 +346,8 @@ class LocallyConnectedNd(nn.Module):
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return
         if pattern is not self.pattern:
-            replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
+            with torch.inference_mode(False):  # the blocks can be trained, as other parameters that are loaded there
+                replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
             self._set_pattern(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

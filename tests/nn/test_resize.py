@@ -222,6 +222,12 @@ def test_resizing_in_inference_mode_is_resizing():
         with mode():
             model[0].prune(radius=1, optimizer=optimizer)
         train(model, optimizer, range(4, 6))
+        states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model[0].prune(radius=0, optimizer=optimizer)
+        with mode():
+            model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        train(model, optimizer, range(6, 8))
     assert_same_training(inside, outside)
 
 
