@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -356,6 +357,18 @@ def test_pruning_by_radius_undoes_growth_and_leaves_gaps_as_they_are(seed):
         layer.prune(keep).prune(radius=0)
         assert torch.equal(layer.crow_indices, expected.crow_indices)
         assert torch.equal(layer.col_indices, expected.col_indices)
+
+
+def test_pruning_by_a_large_radius_takes_memory_for_the_blocks_of_the_layer_alone():
+    layer = LocallyConnected1d(1, 1, 3, padding=1, bias=False, input_size=2000)
+    tracemalloc.start()
+    try:
+        layer.prune(radius=2000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert layer.pattern.nnz == 3 * 2000 - 2
+    assert peak < 100 * 8 * layer.pattern.nnz
 
 
 def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():
