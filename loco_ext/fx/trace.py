@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from loco_ext.errors import first_line
 from loco_ext.fx.branches import NumberProxy, ValuesOnExample, length, same_as_on_example
 from loco_ext.fx.modules import is_hooked
+from loco_ext.geometry import BlockPattern
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch's own functions take too
@@ -159,8 +160,9 @@ def trace(
 
     Args:
         model: the model, which is not run.
-        is_leaf: says which modules stay one call in the graph; None for what torch.fx does, which traces inside all
-            modules but those of torch.nn. If the model itself is to stay one, its name in the graph is "the model".
+        is_leaf: says which modules stay one call in the graph, as locally connected layers do; None for what torch.fx
+            does, which traces inside all modules but those of torch.nn. If the model itself is to stay one, its name in
+            the graph is "the model".
         constants: arguments of the model that become constants, by name; the graph has no such inputs.
         example_inputs: arguments of a call. If the model cannot be traced without, as its code branches on sizes, the
             graph takes the branches of this call, and raises :class:`BranchError` for inputs that would take others.
@@ -173,16 +175,20 @@ def trace(
             f"model: expected the forward of its class, which torch.fx traces, got another one set on the "
             f"{type(model).__name__} itself"
         )
-    if is_leaf(model):
+
+    def stays_one(module: nn.Module) -> bool | None:
+        return True if isinstance(getattr(module, "pattern", None), BlockPattern) else is_leaf(module)
+
+    if stays_one(model):
         model = nn.Sequential(OrderedDict({"the model": model}))
-    before, tracer = set(vars(model)), _Tracer(is_leaf, constants, None)
+    before, tracer = set(vars(model)), _Tracer(stays_one, constants, None)
     if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
         return _LazyGraphModule(model, graph)
     try:
         if example_inputs is not None:
             with suppress(Exception):
                 return _LazyGraphModule(model, tracer.trace(model))
-            tracer = _Tracer(is_leaf, constants, example_inputs)
+            tracer = _Tracer(stays_one, constants, example_inputs)
         return _LazyGraphModule(model, tracer.trace(model))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         place = f"{type(error).__name__} in {type(model).__name__}{tracer.failed_in}"

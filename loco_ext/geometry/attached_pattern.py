@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from loco_ext.geometry.block_pattern import BlockPattern
+from loco_ext.geometry.conv import ConvGeometry
 
 
 class SharedPattern:
@@ -12,6 +13,10 @@ class SharedPattern:
 
     def __init__(self, pattern: BlockPattern) -> None:
         self.pattern = pattern
+
+
+# torch.load reads saved parameters by default; these have their pattern with them.
+torch.serialization.add_safe_globals([SharedPattern, BlockPattern, ConvGeometry])
 
 
 def attach_pattern(weight: Tensor, pattern: BlockPattern) -> SharedPattern:

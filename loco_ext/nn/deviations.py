@@ -77,8 +77,9 @@ def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
     kernel = project(weight, pattern).to(torch.promote_types(weight.dtype, torch.float32))
     whole = BlockPattern.of_geometry(pattern.conv).to(weight.device)
     distances = embed(kernel, whole)  # blocks that have been pruned are zeros in the layer
-    _, own, its = pattern.union(whole)
-    distances[torch.isin(its, own)] -= weight[local]
+    united, own, its = pattern.union(whole)
+    present = torch.zeros(united.nnz, dtype=torch.bool, device="cpu").index_fill_(0, own, True)
+    distances[present[its]] -= weight[local]
     off_local = block_norms(weight)[~local].square().sum().item()
     return off_local, off_local + _square(distances)
 

@@ -139,8 +139,7 @@ class _Run(TorchFunctionMode):
         if not isinstance(module, _ConvNd):
             if (name := getattr(func, "__name__", "")) in _FUNCTIONS:
                 self.functions.append((name, caller))
-            # Sizes, dtypes and devices may be read; None is what an assignment returns.
-            if result is None or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            if not isinstance(result, torch.dtype | torch.device | bool):  # in these, the new layer's are the same
                 self._note_parameters((args, kwargs))
         return result
 

@@ -84,11 +84,22 @@ class LocallyConnectedNd(nn.Module):
             _warn_of_former_name()
             name = "weight"
         super().__setattr__(name, value)
-        if name == "weight" and self._shared is not None:
-            if isinstance(value, nn.Parameter) and attached_pattern(value) is None:  # such as a sharded one
-                self._shared = attach_pattern(value, self._shared.pattern)
-            else:
-                self._shared = self._pattern_of_weight() or SharedPattern(self._shared.pattern)
+        if name == "weight":
+            self._share_pattern(value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name == "weight":
+            self._share_pattern(param)
+
+    def _share_pattern(self, weight: Tensor | None) -> None:
+        """Share the pattern of a weight that has taken the place of another, or give it the layer's."""
+        if self._shared is None:
+            return
+        if isinstance(weight, nn.Parameter) and attached_pattern(weight) is None:  # such as a sharded one
+            self._shared = attach_pattern(weight, self._shared.pattern)
+        else:
+            self._shared = self._pattern_of_weight() or SharedPattern(self._shared.pattern)
 
     @property
     def pattern(self) -> BlockPattern:
@@ -346,7 +357,8 @@ class LocallyConnectedNd(nn.Module):
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return
         if pattern is not self.pattern:
-            replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
+            with torch.inference_mode(False):  # the blocks can be trained, as other parameters that are loaded there
+                replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
             self._set_pattern(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

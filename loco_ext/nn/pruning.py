@@ -3,6 +3,7 @@
 import math
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,26 @@ def _above(weight: Tensor, threshold: float) -> Tensor:
 
 
 def _within(pattern: BlockPattern, radius: int) -> Tensor:
-    assert pattern.conv is not None
-    _, own, wanted = pattern.union(BlockPattern.of_geometry(pattern.conv).grow(radius)[0])
-    return torch.isin(own, wanted, assume_unique=True)
+    """Return whether each block's input pixel is at most ``radius`` from those that its output pixel reads.
+
+    An output pixel that reads none grows from the nearest one. A pattern of all pixels within the radius would answer
+    the same, but it may have many times as many blocks as this one.
+    """
+    conv = pattern.conv
+    assert conv is not None
+    outputs = np.unravel_index(pattern.row_indices.cpu().numpy(), conv.output_size)
+    pixels = np.unravel_index(pattern.col_indices.cpu().numpy(), conv.input_size)
+    taps = [conv.axis_pixels(axis) for axis in range(len(pixels))]  # [outputs, taps] along each axis, -1 in padding
+    reads = np.logical_and.reduce([(read.max(1) >= 0)[output] for read, output in zip(taps, outputs, strict=True)])
+    within = reads | (radius > 0)
+    for axis, (output, pixel) in enumerate(zip(outputs, pixels, strict=True)):
+        size, nearest = conv.input_size[axis], conv.nearest_pixels(axis)[output]
+        near = np.zeros_like(within)
+        for read in taps[axis].T:
+            center = np.where(reads, read[output], nearest)
+            distance = np.abs(pixel - center)
+            if conv.wraps:
+                distance = np.minimum(distance, size - distance)
+            near |= (distance <= radius) & (center >= 0)
+        within &= near
+    return torch.from_numpy(within)

@@ -24,7 +24,6 @@ from loco_ext.fx.modules import is_hooked, unwrapped
 from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.results import agree
 from loco_ext.fx.trace import UntraceableError, trace, tracing_compiled_parts
-from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.ops import transforms
 from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
@@ -164,9 +163,7 @@ def _check_parametrizations(model: nn.Module) -> None:
 
 
 def _is_leaf(module: nn.Module) -> bool | None:
-    """Return whether a module stays one call; layers whose weight is computed do not, so that it is computed once."""
-    if isinstance(module, LocallyConnectedNd):
-        return True
+    """Return False for layers whose weight is computed, so that it is computed once."""
     return False if is_parametrized(module) else None
 
 

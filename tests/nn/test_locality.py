@@ -81,7 +81,9 @@ def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel(channels)
     layer = LocallyConnected1d(*channels, 3, padding=1, input_size=7, dtype=torch.float64)
     nn.init.ones_(layer.weight)
     map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
-    for model in (layer, copy.deepcopy(layer)):
+    plain = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer))
+    nn.utils.parametrize.remove_parametrizations(plain, "weight")
+    for model in (layer, copy.deepcopy(layer), plain):
         optimizer = optim.SGD(model.parameters(), 1.0, weight_decay=0.1, locality=LOCALITY)
         torch.testing.assert_close(decays(optimizer, model.weight), (0.1 * map_).expand_as(model.weight))
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -222,6 +223,12 @@ def test_resizing_in_inference_mode_is_resizing():
         with mode():
             model[0].prune(radius=1, optimizer=optimizer)
         train(model, optimizer, range(4, 6))
+        states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model[0].prune(radius=0, optimizer=optimizer)
+        with mode():
+            model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        train(model, optimizer, range(6, 8))
     assert_same_training(inside, outside)
 
 
@@ -350,6 +357,18 @@ def test_pruning_by_radius_undoes_growth_and_leaves_gaps_as_they_are(seed):
         layer.prune(keep).prune(radius=0)
         assert torch.equal(layer.crow_indices, expected.crow_indices)
         assert torch.equal(layer.col_indices, expected.col_indices)
+
+
+def test_pruning_by_a_large_radius_takes_memory_for_the_blocks_of_the_layer_alone():
+    layer = LocallyConnected1d(1, 1, 3, padding=1, bias=False, input_size=2000)
+    tracemalloc.start()
+    try:
+        layer.prune(radius=2000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert layer.pattern.nnz == 3 * 2000 - 2
+    assert peak < 100 * 8 * layer.pattern.nnz
 
 
 def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():

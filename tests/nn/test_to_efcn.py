@@ -204,6 +204,8 @@ def test_convolutions_that_were_not_chosen_may_do_as_they_like():
         (hidden, "convolutions that are modules, got conv2d called by 1"),
         (lambda: model_of(lambda self, x: (self.conv(x), self.conv.weight)), "only called, got weight of conv in use"),
         (lambda: nn.Sequential(model_of(normed)), "only called, got weight of 0.conv in use"),
+        (lambda: model_of(lambda self, x: self.conv(x) * len(self.conv.bias)), "only called, got bias of conv in use"),
+        (lambda: model_of(lambda self, x: self.conv(x) * self.conv.weight.shape[0]), "got weight of conv in use"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), "got 0, a ConvTranspose2d"),
         (lambda: nn.Sequential(nn.LazyConv2d(2, 2)), "got none yet in 0"),
         (lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(2, 2, 1))), "parametrization, got 0"),

@@ -85,8 +85,11 @@ def test_copies_are_the_same_and_apart(way):
 
 def test_checkpoints_of_safetensors_and_of_torch_distributed():
     layer = LocallyConnected1d(2, 3, 3, input_size=7).grow(1)
-    saved = safetensors.torch.save(layer.state_dict())
+    saved, file = safetensors.torch.save(layer.state_dict()), io.BytesIO()
+    torch.save(layer.state_dict(keep_vars=True), file)
+    file.seek(0)
     for load in (
+        lambda fresh: fresh.load_state_dict(torch.load(file, weights_only=True)),
         lambda fresh: fresh.load_state_dict(safetensors.torch.load(saved)),
         lambda fresh: set_model_state_dict(fresh, get_model_state_dict(layer)),
         lambda fresh: fresh.load_state_dict(copy.deepcopy(layer).state_dict(), assign=True),

@@ -14,6 +14,7 @@ import sys
 import loco_ext
 assert "loco_ext.analysis" not in sys.modules
 assert "torch._dynamo" not in sys.modules  # it takes longer than all of loco_ext
+assert "scipy.optimize" not in sys.modules  # likewise
 assert {"analysis", "optim", "backend", "__version__", "__file__"} <= set(dir(loco_ext))
 assert callable(loco_ext.analysis.locality_statistics)
 """

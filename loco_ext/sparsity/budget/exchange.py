@@ -15,8 +15,6 @@ import itertools
 from collections import defaultdict
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from loco_ext.sparsity.budget.ranking import ranked
 from loco_ext.sparsity.budget.size_problem import Block, SizeProblem, Sizes, State
@@ -107,6 +105,8 @@ def _effects(problem: SizeProblem, options: list[Options], now: State) -> tuple[
 
 def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: float) -> list[int]:
     """Return the number of the option of each block that the integer program chooses; 0 for all if it finds none."""
+    from scipy import optimize, sparse  # which take longer than all of loco_ext
+
     starts = np.cumsum([0, *map(len, lost)])
     option = sparse.eye_array(starts[-1], format="csr")
     of_blocks = [option[first:last] for first, last in itertools.pairwise(starts)]
@@ -124,13 +124,13 @@ def _solved(lost: list[Floats], costs: list[Floats], tables: Tables, budget: flo
     unit = float(np.abs(cost).max()) or 1.0  # all costs are 0 if each block has one option
     before = float(sum(each[0] for each in lost))  # no better sizes have an option that loses more
     loss = np.asarray(np.minimum(loss, 2 * before) / before if before else loss > 0, np.float64)
-    result = milp(
+    result = optimize.milp(
         np.pad(loss, (0, len(cost) - len(loss))) - _REWARD * cost / unit,
         integrality=np.arange(len(cost)) < len(loss),
-        bounds=Bounds(0, 1),
+        bounds=optimize.Bounds(0, 1),
         constraints=[
-            LinearConstraint(matrix, right, right),
-            LinearConstraint(cost[None] / unit, ub=budget / unit),
+            optimize.LinearConstraint(matrix, right, right),
+            optimize.LinearConstraint(cost[None] / unit, ub=budget / unit),
         ],
         options=_SOLVER,
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import milp
+from scipy import optimize
 
-from loco_ext.sparsity.budget import choose, exchange
+from loco_ext.sparsity.budget import choose
 from loco_ext.sparsity.budget.choose import improved, within
 from loco_ext.sparsity.budget.layer_time import LayerTime
 from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
@@ -190,14 +190,14 @@ def test_networks_with_many_pairs_of_blocks_have_small_integer_programs(monkeypa
         layers.append(LayerChoices(1.0, TAPS, lost(rng, width), writes, np.arange(width * (i + 1)), least=1))
     classes = np.arange(width * (count + 1))
     problem = SizeProblem(layers, classes < width, np.zeros(len(classes)))
-    variables = []
+    variables, milp = [], optimize.milp
 
     def solve(objective: np.ndarray, **options: Any) -> Any:
         variables.append(len(objective))
         assert len(objective) < 10_000
         return milp(objective, **options)
 
-    monkeypatch.setattr(exchange, "milp", solve)
+    monkeypatch.setattr(optimize, "milp", solve)
     budget = 0.5 * problem.whole_cost
     assert 0.999 * budget < problem.cost(within(problem, budget)) <= budget
     assert variables

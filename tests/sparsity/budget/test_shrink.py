@@ -186,12 +186,13 @@ def test_a_vector_is_one_sample_and_one_inside_is_none() -> None:
     assert macs_of(nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(30)]) == 30 * 8 + 8 * 4
 
 
-def test_locally_connected_layers_count() -> None:
+def test_locally_connected_layers_count_and_stay_among_smaller_ones() -> None:
     layer = loco_ext.nn.LocallyConnected2d(8, 4, 3, input_size=(8, 8))
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), layer)
-    _, report = sparsity.compact(model, IMAGES_OF_8, cost="macs")
-    assert report.macs_elsewhere == layer.weight.numel()
-    assert report.macs_before == layer.weight.numel() + 64 * 8 * 27
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), layer, nn.Conv2d(4, 16, 1), nn.Conv2d(16, 2, 1))
+    smaller, report = sparsity.shrink_to(model, IMAGES_OF_8, macs=0.9, importance="norm", granularity="filters")
+    assert report.macs_elsewhere == smaller.get_submodule("2").weight.numel() == layer.weight.numel()
+    assert report.macs_before == layer.weight.numel() + 64 * 8 * 27 + 36 * 16 * (4 + 2)
+    assert report.layers[1].filters_after < 16
 
 
 def test_what_torch_cannot_count_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
