@@ -20,7 +20,6 @@ from loco_ext.fx.branches import NumberProxy, ValuesOnExample, length, same_as_o
 from loco_ext.fx.modules import is_hooked
 from loco_ext.geometry import BlockPattern
 
-
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch's own functions take too
 
 

@@ -235,7 +235,7 @@ GATES: dict[str, Callable[[Network, Tensor], Tensor]] = {
         y.flatten(2).sigmoid().view(y.shape[0], 8, *y.shape[2:]) * net.gate(y.mean((2, 3))).unflatten(1, (8, 1, 1))
     ),
     "of channels at the end": lambda net, y: (
-        net.gate(y.permute(0, 2, 3, 1).flatten(1, 2).mean(1, keepdim=True)).unsqueeze(1).squeeze(2).transpose(1, 2)[..., None]
+        net.gate(y.permute(0, 2, 3, 1).flatten(1, 2).mean(1, True)).unsqueeze(1).squeeze(2).transpose(1, 2)[..., None]
     ),
 }
 

@@ -70,8 +70,9 @@ def shrink_to(
             of several. The model runs in eval mode.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
-        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise convolutions
-            always stay whole or are removed, and those of other convolutions with groups all stay.
+        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise
+            and transposed convolutions always stay whole or are removed, and those of other convolutions with groups
+            all stay.
         least: number of filters that each layer keeps at least, or one by module name (1 for other modules).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
         round_to: numbers of channels become multiples of it, or stay as they are. CPUs compute 8 or 16 channels of a

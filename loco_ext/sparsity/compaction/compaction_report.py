@@ -55,8 +55,8 @@ class Report(FormerNames):
         layers: reports on the layers, in the order in which they run.
         notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
-        macs_elsewhere: multiply-accumulates of all other operations for one sample, as torch counts them: transposed
-            convolutions, layers that are called several times, products of tensors. They count as unchanged.
+        macs_elsewhere: multiply-accumulates of all other operations for one sample, as torch counts them: layers
+            that are called several times, products of tensors. They count as unchanged.
         latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
 
     Example:

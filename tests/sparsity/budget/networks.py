@@ -137,8 +137,8 @@ def fake_times(patch: Callable[[Any, str, Any], None], share: float, together: i
         pixels = prod(kind["shape"][-convolution.axes :]) / prod(convolution.module.stride)
         return pixels * rounded(len(convolution.weight)) * convolution.weight[0].numel()
 
-    def seconds_of_linear(weight: Tensor, bias: Tensor, kind: Any) -> float:
-        return rounded(len(weight)) * weight.shape[1]
+    def seconds_of_layer(layer: Any, kind: Any) -> float:
+        return rounded(layer.out_features) * layer.in_features
 
     def compact(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
         network, report = sparsity.compact(model, inputs, cost="macs", **options)
@@ -148,5 +148,5 @@ def fake_times(patch: Callable[[Any, str, Any], None], share: float, together: i
         return network, replace(report, latency_before=1.0, latency_after=latency)
 
     patch(layer_time, "seconds_of", seconds_of)
-    patch(layer_time, "seconds_of_linear", seconds_of_linear)
+    patch(layer_time, "seconds_of_layer", seconds_of_layer)
     patch(shrink, "compact", compact)
