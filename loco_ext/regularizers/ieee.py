@@ -36,6 +36,7 @@ def ieee_arithmetic(device: torch.device) -> Iterator[None]:
         with _LOCK:
             # Whoever leaves takes the newest entry, so that the oldest, from before all of them, is left to the last.
             for backend, precision in zip(_BACKENDS, _BEFORE.pop(), strict=True):
-                backend.fp32_precision = "none"  # that of its library or of all torch, which may change later
+                if backend is not torch.backends.cudnn.conv:  # type: ignore[attr-defined]  # has a default of its own
+                    backend.fp32_precision = "none"  # that of its library or of all torch, which may change later
                 if backend.fp32_precision != precision:
                     backend.fp32_precision = precision
