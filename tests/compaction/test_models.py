@@ -83,6 +83,14 @@ def pooled_to_a_pixel(net: Network, x: Tensor) -> Tensor:
     return net.linear(functional.adaptive_avg_pool2d(functional.relu(net.first(x)), 1).view(-1, 8))
 
 
+def shuffled_by_views(net: Network, x: Tensor) -> Tensor:
+    y = functional.relu(net.first(x))
+    n, c, height, width = y.size()
+    y = torch.transpose(y.view(n, 2, c // 2, height, width), 1, 2).contiguous().view(n, -1, height, width)
+    y = functional.relu(net.middle(y)).unflatten(1, (4, 2)).permute(0, 2, 1, 3, 4)
+    return net.last(y.reshape(n, c, height, width))
+
+
 def adding() -> nn.Module:
     """Return a ReLU with a hook that adds another number to each of eight channels."""
     relu = nn.ReLU()
@@ -93,6 +101,7 @@ def adding() -> nn.Module:
 # Functions of a network, layers beside those of a chain, and parts of the notes that compaction makes.
 NOTED: dict[str, tuple[Callable[..., object], dict[str, nn.Module], dict[str, str]]] = {
     "shuffled channels": (between("first", "middle", "shuffle", "last"), {"shuffle": nn.ChannelShuffle(4)}, {}),
+    "channels that are shuffled by views": (shuffled_by_views, {}, {}),
     "weights that are read outside": (read_outside, {}, {"middle": "read outside"}),
     "a norm that is called twice": (
         between("first", "norm", "middle", "norm", "last"),

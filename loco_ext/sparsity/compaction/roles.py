@@ -295,9 +295,11 @@ class GraphInfo:
             axis: Any = node.args[2] if len(node.args) > 2 else 1
             index = self.buffer(node.args[1]) if axis % rank(node) == self.axis(source) else None
             return None if index is None else channels[index.cpu().numpy()]
-        shuffles = isinstance(self.module(node), nn.ChannelShuffle) and self.axis(source) == 1
-        groups = self.module(node).groups if shuffles else None
-        return None if groups is None else channels.reshape(groups, -1).T.reshape(-1)
+        if operation(node, self.modules) != "channelshuffle" or self.axis(source) != 1:
+            return None
+        module = self.module(node)
+        groups: Any = node.args[1] if module is None else module.groups
+        return channels.reshape(groups, -1).T.reshape(-1)
 
     def _reads_other_sizes(self, node: fx.Node) -> bool:
         """Return whether the node reads sizes of its argument, or its dtype, but no number of channels that changes."""

@@ -8,14 +8,16 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from loco_ext.fx.operations import ARITHMETIC, operation
+from loco_ext.fx.operations import ARITHMETIC, axes_in_order, operation
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
+
+_SPLITTING = ("view", "unflatten")
 
 
 def spell_out_views(graph: fx.GraphModule) -> None:
-    """Replace views by functions that add, join or split axes, and what arithmetic would broadcast by itself.
+    """Replace views by functions that add, join or split axes or shuffle channels, and expansions in arithmetic.
 
     Args:
         graph: graph whose nodes have the shapes of their results in their meta.
@@ -25,15 +27,19 @@ def spell_out_views(graph: fx.GraphModule) -> None:
     modules, sizes = dict(graph.named_modules()), Inference(graph)
     for node in list(graph.graph.nodes):
         name = operation(node, modules)
-        if name in ("view", "unflatten") and node.args[:1] and node.args[0] in sizes.sizes:
-            _spell_out(graph, node, sizes, name)
+        if name in _SPLITTING and node.args[:1] and node.args[0] in sizes.sizes:
+            shuffled, last = _shuffled(node, sizes, modules), node.args[0]
+            if shuffled is None:
+                _spell_out(graph, node, sizes, name)
+            else:
+                _become(node, torch.channel_shuffle, *shuffled)
+                _erase_unread(graph, last, shuffled[0])
         elif name in ARITHMETIC:
             operands = [x for x in node.all_input_nodes if x in sizes.sizes]
             for x in operands:
                 if operation(x, modules) in ("expand", "expandas") and all(sizes.same(x, other) for other in operands):
                     node.replace_input_with(x, x.args[0])
-                    if not x.users:
-                        graph.graph.erase_node(x)
+                    _erase_unread(graph, x, x.args[0])
     graph.recompile()
 
 
@@ -51,6 +57,27 @@ def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name:
         _become(node, torch.flatten, source, start, start + joined - 1)
     elif name == "view" and joined == 1 and split > 1 and len(asked := asked_sizes(node.args[1:])) == len(new):
         _become(node, torch.unflatten, source, start, tuple(asked[start : start + split]))
+
+
+def _shuffled(node: fx.Node, sizes: Inference, modules: dict[str, nn.Module]) -> tuple[fx.Node, int] | None:
+    """Return the image whose channels the node shuffles, and in how many groups; None if it does anything else.
+
+    Such code splits the channels in groups, transposes these, and joins the axes again.
+    """
+    transposed: Any = node.args[0]
+    if operation(transposed, modules) == "contiguous":
+        transposed = transposed.args[0]
+    order = axes_in_order(transposed, modules)
+    if order[:3] != [0, 2, 1] or order[3:] != list(range(3, len(order))):
+        return None
+    split: Any = transposed.args[0]
+    image: Any = split.args[0]
+    if operation(split, modules) not in _SPLITTING or image not in sizes.sizes or not sizes.same(image, node):
+        return None
+    (batch, channels, *behind), (_, groups, each, *_) = sizes.of(image), sizes.of(split)
+    if sizes.of(split) != (batch, groups, each, *behind) or groups.number is None or each.number is None:
+        return None
+    return (image, groups.number) if channels.number == groups.number * each.number else None
 
 
 def _added_by_index(node: fx.Node) -> list[int]:
@@ -78,6 +105,13 @@ def _add_axes(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> None:
         node.args = longer, *node.args[1:]
     if axes:
         _become(node, torch.unsqueeze, node.args[0], axes[-1])
+
+
+def _erase_unread(graph: fx.GraphModule, last: Any, first: Any) -> None:
+    """Remove nodes that nothing reads, each the first argument of the next, from the last one back to behind ``first``."""
+    while last is not first and not last.users:
+        gone, last = last, last.args[0]
+        graph.graph.erase_node(gone)
 
 
 def _become(node: fx.Node, function: Any, *args: Any) -> None:
