@@ -571,7 +571,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
     "interpolate": _interpolated,
     **{"unsqueeze": _unsqueezed, "squeeze": _squeezed, "view": _viewed, "unflatten": _unflattened},
-    **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.args[0])},
+    **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.option(0, "other"))},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
 }

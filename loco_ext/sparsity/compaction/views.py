@@ -28,9 +28,10 @@ def spell_out_views(graph: fx.GraphModule) -> None:
         if name in ("view", "unflatten") and node.args[:1] and node.args[0] in sizes.sizes:
             _spell_out(graph, node, sizes, name)
         elif name in ARITHMETIC:
-            operands = [x for x in node.all_input_nodes if x in sizes.sizes]
-            for x in operands:
-                if operation(x, modules) in ("expand", "expandas") and all(sizes.same(x, other) for other in operands):
+            for x in node.all_input_nodes:
+                others = [y for y in node.all_input_nodes if y is not x and y in sizes.sizes]
+                is_expanded = operation(x, modules) in ("expand", "expandas")
+                if is_expanded and any(sizes.same(x, y) for y in others):
                     node.replace_input_with(x, x.args[0])
                     if not x.users:
                         graph.graph.erase_node(x)
