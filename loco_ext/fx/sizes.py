@@ -159,6 +159,7 @@ class Unknowns:
 
     def flat(self, sizes: Sizes, start: int, end: int) -> Sizes:
         """Return the sizes with the axes from ``start`` to ``end`` joined."""
+        sizes = sizes or (_size(1),)
         start, end = start % len(sizes), end % len(sizes)
         return (*sizes[:start], self.product(sizes[start : end + 1]), *sizes[end + 1 :])
 
@@ -461,7 +462,7 @@ def _reduced(call: _Call) -> Sizes | None:
     axes = [axes] if isinstance(axes, int) else axes
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
         return None
-    gone = {axis % len(call.sizes) for axis in axes}
+    gone = {axis % len(call.sizes) for axis in axes if call.sizes}
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
 
 
@@ -478,7 +479,7 @@ def _squeezed(call: _Call) -> Sizes | None:
     axes = [axes] if isinstance(axes, int) else axes
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
         return None
-    asked = {axis % len(call.sizes) for axis in axes}
+    asked = {axis % len(call.sizes) for axis in axes if call.sizes}  # none of a tensor without axes
     if any(call.sizes[axis].number is None for axis in asked):
         return None
     return tuple(size for axis, size in enumerate(call.sizes) if axis not in asked or size.number != 1)
@@ -571,7 +572,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
     "interpolate": _interpolated,
     **{"unsqueeze": _unsqueezed, "squeeze": _squeezed, "view": _viewed, "unflatten": _unflattened},
-    **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.args[0])},
+    **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.option(0, "other"))},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
 }

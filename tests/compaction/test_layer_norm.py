@@ -80,17 +80,26 @@ def test_constants_far_from_zero_and_from_the_other_channels_keep_their_digits()
     compacted(model, first, *(scale * x for scale in (0.0, 1e-9, 1e9) for x in others))
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect"])
-def test_a_reader_with_padding_takes_features_unless_it_pads_with_zeros(mode: str) -> None:
+READERS: dict[str, tuple[nn.Module, int]] = {  # and the number of filters ahead of it that stay
+    "padded with zeros": (nn.Conv2d(8, 4, 3, padding=1), 8),
+    "reflecting": (nn.Conv2d(8, 4, 3, padding=1, padding_mode="reflect"), 3),
+    "transposed": (nn.ConvTranspose2d(8, 4, 3), 8),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_takes_features_unless_it_reads_zeros_beside_them(name: str) -> None:
+    reader, filters = READERS[name]
+
     def function(net: Network, x: Tensor) -> Tensor:
         return net.reader(net.norm(net.depthwise(x)))
 
     layers = {"depthwise": nn.Conv2d(8, 8, 3, groups=8), "norm": LayerNorm2d(8)}
-    model = Network(function, **layers, reader=nn.Conv2d(8, 4, 3, padding=1, padding_mode=mode)).double()
+    model = Network(function, **layers, reader=reader).double()
     nn.init.normal_(model.norm.bias)
     nn.init.zeros_(model.depthwise.weight[:5])
     smaller, _ = compacted(model, *(torch.randn(n, 8, h, 9, dtype=torch.double) for n, h in ((2, 7), (1, 5), (3, 8))))
-    assert smaller.depthwise.weight.shape[0] == (8 if mode == "zeros" else 3)
+    assert smaller.depthwise.weight.shape[0] == filters
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "cropped and padded": lambda y: functional.pad(y[:, :, 1:, :-1], [1, 0, 2, 1]) + functional.pad(y, [0, 0, 1, 1]),
     "reflected": lambda y: functional.pad(y[..., 1:, 2:], [1, 1, 0, 2], mode="reflect"),
     "normalised": lambda y: functional.normalize(y, dim=1),
+    "scaled by a number without axes": lambda y: y * (y.mean().sum(0).squeeze(0) + y.amax().flatten()),
+    "squeezed if one channel is left": lambda y: torch.cat([y[:, k : k + 2].squeeze(1) for k in (0, 2, 4, 6)], 1),
+    "expanded, which arithmetic would not do": lambda y: (
+        y * (y[:, :1].expand(-1, 8, -1, -1) * 2) + y[:, :1].expand_as(other=y) * y[:, 1:2].expand_as(y)
+    ),
 }
 
 

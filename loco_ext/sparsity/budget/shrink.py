@@ -64,8 +64,9 @@ def shrink_to(
             of channels, then whole networks until one meets the budget.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``; for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
-            batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
-            filter: numbers of at least 0, ``(C_out, rings)``, the outermost ring first, on one scale for all layers.
+            batch norm. Or a function of a layer's name and weight, ``(C_out, C_in/groups, *kernel_size)`` for
+            transposed convolutions too, that returns the importance of each ring of each filter: numbers of at least 0,
+            ``(C_out, rings)``, the outermost ring first, on one scale for all layers.
         batches: for "taylor": pairs of inputs and targets, where the inputs are one argument of the model or a sequence
             of several. The model runs in eval mode.
         loss: function of the model's output and the targets that returns a scalar.

@@ -22,6 +22,7 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import record
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 ORIGINAL_WEIGHT = "original_weight"  # key in the meta of a layer's node: the weight that the layer has in the model
 
@@ -103,6 +104,8 @@ def _is_linear_everywhere(module: Any) -> bool:
     """Return whether each output is the same sum of the same features plus a bias, at borders as well."""
     if isinstance(module, nn.Linear):
         return True
+    if type(module) in TRANSPOSED:  # reads zeros between pixels
+        return False
     pads = module.padding_mode == "zeros" and any(p for axis in paddings(module) for p in axis)
     return module.groups == 1 and not pads
 

@@ -244,7 +244,8 @@ class GraphInfo:
         name = operation(node, self.modules)
         if name in _REDUCTIONS and (reduced := _reduced_axes(node, rank(source))) and axis not in reduced:
             return axis if added == 0 else axis - sum(other < axis for other in reduced)
-        if name not in _VIEWS:
+        squeezed = name == "squeeze" and axis in (_reduced_axes(node, rank(source)) or ())  # if one channel is left
+        if name not in _VIEWS or squeezed:
             return None
         before, behind = unchanged_axes(self.sizes.of(source), self.sizes.of(node))
         return axis if axis < before else axis + added if axis >= rank(source) - behind else None
@@ -384,7 +385,7 @@ def is_interpolation(node: fx.Node, name: str) -> bool:
 
 
 def _reduced_axes(node: fx.Node, dims: int) -> set[int] | None:
-    """Return the axes over which the node takes the mean, maximum or minimum; None if they are not numbers."""
+    """Return the axes that the node is given for a mean, maximum, minimum or squeeze; None if they are not numbers."""
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     axes = [axes] if isinstance(axes, int) else axes
     if not isinstance(axes, list | tuple) or not axes or not all(isinstance(axis, int) for axis in axes):

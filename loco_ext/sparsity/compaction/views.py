@@ -35,9 +35,10 @@ def spell_out_views(graph: fx.GraphModule) -> None:
                 _become(node, torch.channel_shuffle, *shuffled)
                 _erase_unread(graph, last, shuffled[0])
         elif name in ARITHMETIC:
-            operands = [x for x in node.all_input_nodes if x in sizes.sizes]
-            for x in operands:
-                if operation(x, modules) in ("expand", "expandas") and all(sizes.same(x, other) for other in operands):
+            for x in node.all_input_nodes:
+                others = [y for y in node.all_input_nodes if y is not x and y in sizes.sizes]
+                is_expanded = operation(x, modules) in ("expand", "expandas")
+                if is_expanded and any(sizes.same(x, y) for y in others):
                     node.replace_input_with(x, x.args[0])
                     _erase_unread(graph, x, x.args[0])
     graph.recompile()
