@@ -109,7 +109,7 @@ def _add_axes(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> None:
 
 
 def _erase_unread(graph: fx.GraphModule, last: Any, first: Any) -> None:
-    """Remove nodes that nothing reads, each the first argument of the next, from the last one back to behind ``first``."""
+    """Remove nodes that nothing reads, each the first argument of the next, from the last back to behind ``first``."""
     while last is not first and not last.users:
         gone, last = last, last.args[0]
         graph.graph.erase_node(gone)
