@@ -62,6 +62,22 @@ def constants() -> nn.Module:
     )
 
 
+def decoder() -> nn.Module:
+    """Return a network whose transposed convolutions have as many filters as channels, and fewer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(12, 12, 3, stride=2, padding=1, output_padding=1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.ConvTranspose2d(12, 10, 2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(10, CLASSES),
+    )
+
+
 class Residual(nn.Module):
     """A stem, a block that adds to it, batch norms ahead of convolutions, and a grouped layer."""
 
@@ -79,7 +95,12 @@ class Residual(nn.Module):
         return self.head(self.grouped(x).mean((2, 3)))
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"plain": plain, "depthwise": depthwise, "residual": Residual}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "plain": plain,
+    "depthwise": depthwise,
+    "residual": Residual,
+    "decoder": decoder,
+}
 
 
 def network(name: str, seed: int = 0) -> nn.Module:
@@ -107,12 +128,15 @@ def macs(model: nn.Module) -> int:
     """Return eq. 10 for one image: pixels, times the taps of each filter, times the channels that any filter reads."""
     total = 0
 
-    def count(module: nn.Module, _: object, output: Tensor) -> None:
+    def count(module: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
         nonlocal total
         live = module.weight.detach().flatten(2) != 0 if module.weight.dim() > 2 else module.weight[..., None] != 0
-        total += output[0].numel() // len(live) * int(live.any(1).sum()) * int(live.any(2).any(0).sum())
+        pixels = output[0].numel() // len(live)
+        if isinstance(module, nn.ConvTranspose2d):  # whose filters keep their size
+            live, pixels = live.any(2, True).transpose(0, 1).expand(-1, -1, live.shape[2]), given[0][0, 0].numel()
+        total += pixels * int(live.any(1).sum()) * int(live.any(2).any(0).sum())
 
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d | nn.Linear)]
     handles = [layer.register_forward_hook(count) for layer in layers]
     with torch.no_grad():
         model(torch.zeros(1, *IMAGE))

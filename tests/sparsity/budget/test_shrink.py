@@ -272,13 +272,15 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
         return torch.stack(found)
 
     for layer in structure.layers:
+        transposed = isinstance(layer.module, nn.ConvTranspose2d)
         weight, rings = layer.module.weight, torch.from_numpy(layer.rings)
-        owner = layer.module if layer.norm is None else layer.norm
+        weight = weight.detach().transpose(0, 1) if transposed else weight
+        scale, shift = (weight, layer.module.bias) if layer.norm is None else (layer.norm.weight, layer.norm.bias)
         for j, choice in itertools.product((0, len(weight) - 1), range(1, len(layer.taps))):
             outside: Any = (j, slice(None), (rings < choice).view(weight.shape[2:])) if weight.dim() > 2 else j
             parts = [(weight, outside)]
             if choice == len(layer.taps) - 1:
-                parts = [(p, j) for p in (owner.weight, owner.bias) if p is not None]
+                parts = [(p, j) for p in (scale, shift) if p is not None]
             expected = ((losses(parts, 1 + h) - losses(parts, 1 - h)) / (2 * h)).square().sum()
             found = lost[layer.name][j, choice]
             assert found >= expected * (1 - 1e-4) - 1e-12
