@@ -234,6 +234,14 @@ def test_constants_vanish_ahead_of_reductions_of_whole_images(name: str, dim: st
     assert network.get_submodule("linear").in_features == 4
 
 
+def test_transposed_convolutions_shrink() -> None:
+    """Behind constants other than zero, with and without a norm, and with as many filters as channels."""
+    layers = [nn.ConvTranspose2d(8, 8, 3, 2, 1, 1), nn.BatchNorm2d(8), nn.Tanh(), nn.ConvTranspose2d(8, 6, (2, 3))]
+    report = check(nn.Sequential(convolution(3, 8), nn.Sigmoid(), *layers, nn.ReLU(), convolution(6, 4)), *IMAGES)
+    assert not report.notes
+    assert all(layer.filters_after < layer.filters_before for layer in report.layers[:-1])
+
+
 def gate_of_published_code(net: Network, y: Tensor) -> Tensor:
     n, c, _, _ = y.size()
     return net.gate(functional.adaptive_avg_pool2d(y, 1).view(n, c)).view(n, c, 1, 1).expand_as(y)
