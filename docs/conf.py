@@ -25,7 +25,7 @@ autodoc_default_options = {
     "members": True,
     "imported-members": True,
     "inherited-members": "Module, Optimizer, tuple, Exception",  # members of our own base classes only
-    "exclude-members": "__init__, __new__, extra_repr",
+    "exclude-members": "__init__, __new__, extra_repr, register_parameter",
 }
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
