@@ -47,6 +47,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "cropped and padded": lambda y: functional.pad(y[:, :, 1:, :-1], [1, 0, 2, 1]) + functional.pad(y, [0, 0, 1, 1]),
     "reflected": lambda y: functional.pad(y[..., 1:, 2:], [1, 1, 0, 2], mode="reflect"),
     "normalised": lambda y: functional.normalize(y, dim=1),
+    "sizes of no channels": lambda y: torch.cat([y, y[:, 8:].view(*y[:, 8:].shape)], 1),
     "scaled by a number without axes": lambda y: y * (y.mean().sum(0).squeeze(0) + y.amax().flatten()),
     "squeezed if one channel is left": lambda y: torch.cat([y[:, k : k + 2].squeeze(1) for k in (0, 2, 4, 6)], 1),
     "expanded, which arithmetic would not do": lambda y: (

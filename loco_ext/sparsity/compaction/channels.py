@@ -26,7 +26,7 @@ from loco_ext.sparsity.compaction.constants import (
 )
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
 from loco_ext.sparsity.compaction.roles import GraphInfo, Role
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 _LARGE_ENOUGH = 1e-3  # a kept constant channel stands for all that are larger by at most the inverse of this
 
@@ -205,7 +205,8 @@ def _keep_for_size(channels: Channels, node: fx.Node) -> None:
     users = [reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])]
     source = channels.values.get(channels.sources(node)[0])
     if source is not None and any(channels.role(user) is not Role.FLATTEN for user in users):
-        channels.sets.need(source.ids[[source.varies.argmax()]], f"{node.name} asks for its size")
+        kept = source.ids[np.argsort(~source.varies, kind="stable")[:1]]  # one that varies, if any does
+        channels.sets.need(kept, f"{node.name} asks for its size")
 
 
 def _unknown(channels: Channels, node: fx.Node) -> Value | None:
@@ -223,7 +224,7 @@ def _unknown(channels: Channels, node: fx.Node) -> Value | None:
 
 def _convolution(channels: Channels, node: fx.Node, source: Value) -> Value:
     module = channels.info.module(node)
-    weight = filters_first(module, module.weight.detach())
+    weight = filter_weights(module).detach()
     live, groups, width = live_weights(weight), getattr(module, "groups", 1), weight.shape[1]
     constants = source.constants.reshape(groups, 1, width)
     shape = groups, len(weight) // groups, width
