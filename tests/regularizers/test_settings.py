@@ -162,4 +162,4 @@ def test_arithmetic_is_ieee_as_long_as_a_thread_wants_it() -> None:
         assert products.fp32_precision == "ieee"  # it has none of its own, as before
     finally:
         products.fp32_precision, torch.backends.fp32_precision = before, "none"
-    assert torch.backends.cudnn.allow_tf32  # is an error unless convolutions have their default, as recurrent layers do
+    assert torch.backends.cudnn.allow_tf32  # torch raises an error here if convolutions have lost their default

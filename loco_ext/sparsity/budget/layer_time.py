@@ -14,7 +14,7 @@ from loco_ext.sparsity.compaction.convolution import Convolution
 from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_layer
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.roles import is_depthwise
-from loco_ext.sparsity.compaction.whole_filters import filters_first, has_whole_filters, with_filters
+from loco_ext.sparsity.compaction.whole_filters import filter_weights, has_whole_filters, with_filters
 
 
 class LayerTime(NamedTuple):
@@ -59,7 +59,7 @@ def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
         module: the layer.
         kind: shape, dtype, device and memory format of its input.
     """
-    weight, bias = filters_first(module, module.weight), module.bias
+    weight, bias = filter_weights(module), module.bias
     if bias is None:
         bias = weight.new_zeros(len(weight))  # that of the batch norm behind it, once compacted
     whole, alone = has_whole_filters(module), is_depthwise(module)

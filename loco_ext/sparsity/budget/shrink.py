@@ -45,49 +45,39 @@ def shrink_to(
 ) -> tuple[nn.Module, Report]:
     """Return a smaller network of the given cost that keeps the most important filters and rings of a trained model.
 
-    Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or is removed. The sizes
-    of all filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is
-    the importance of a layer and ``kept`` that of the part that stays. The price is the smallest that meets the budget.
-    Then channels are exchanged between all layers, and rings are added, as long as less importance is lost. Channels
-    that a residual connection adds up are removed together; the cost of a channel includes that of its readers.
+    Each filter of each layer stays whole, loses its outermost rings, or is removed. All sizes together minimise
+    ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is the importance of a layer and
+    ``kept`` that of what stays, at the smallest price that meets the budget. Then channels are exchanged between layers,
+    and rings added, as long as less importance is lost. Channels that a residual connection adds up go together.
 
-    Train the result further, with a learning rate of 0.1 to 1 times the largest of the training before. Its batch norms
-    are not folded.
+    Train the result further, at 0.1 to 1 times the largest learning rate of before. Its batch norms are not folded.
 
     Args:
         model: a trained model that torch.fx can trace; it is not changed.
-        example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`compact`. Its size sets
-            the numbers of pixels.
+        example_inputs: a tensor, or several arguments, as for :func:`compact`. Its size sets the numbers of pixels.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
             of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
-            pass on the example on this machine after :func:`compact`. For it, the layers are timed at several numbers
-            of channels, then whole networks until one meets the budget.
+            pass on the example on this machine after :func:`compact`; layers and whole networks are timed for it.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``; for filters at
             the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
-            batch norm. Or a function of a layer's name and weight, ``(C_out, C_in/groups, *kernel_size)`` for
-            transposed convolutions too, that returns the importance of each ring of each filter: numbers of at least 0,
-            ``(C_out, rings)``, the outermost ring first, on one scale for all layers.
-        batches: for "taylor": pairs of inputs and targets, where the inputs are one argument of the model or a sequence
-            of several. The model runs in eval mode.
+            batch norm. Or a function of a layer's name and filters, ``(C_out, C_in/groups, *kernel_size)``, which gives
+            numbers of at least 0 for each ring, ``(C_out, rings)``, the outermost first, on one scale for all layers.
+        batches: for "taylor", run in eval mode: pairs of inputs, one argument or a sequence of several, and targets.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
-        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise
-            and transposed convolutions always stay whole or are removed, and those of other convolutions with groups
-            all stay.
+        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of depthwise and transposed
+            convolutions always stay whole or are removed, and those of other convolutions with groups all stay.
         least: number of filters that each layer keeps at least, or one by module name (1 for other modules).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
-        round_to: numbers of channels become multiples of it, or stay as they are. CPUs compute 8 or 16 channels of a
-            convolution together, tensor cores 8; other numbers take as long as the next multiple.
+        round_to: numbers of channels become multiples of it, or stay. CPUs compute 8 or 16 at once, tensor cores 8.
 
     Returns:
         The network, made by :func:`compact`, and its report. It costs 99 to 100 % of the budget, or less if what would
-        fill it loses more importance, as in networks of few channels, or has none, as residual branches of an untrained
-        network whose norms still have a scale of zero.
+        fill it loses more importance, as in narrow networks, or has none, as behind norms whose scales are still zero.
 
     Raises:
-        TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
-            removed from it; no sizes meet the budget (the message names the lowest share that can be reached); the
-            model cannot be timed. Nothing is changed then.
+        TypeError, ValueError: the message names the argument; the model cannot be traced or timed, or nothing of it can
+            be removed; no sizes meet the budget (the message has the lowest share that do). Nothing is changed then.
 
     Source:
         Costs: eq. 10 of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers". "taylor":

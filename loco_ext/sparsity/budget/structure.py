@@ -27,7 +27,7 @@ from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
-from loco_ext.sparsity.compaction.whole_filters import filters_first, has_whole_filters
+from loco_ext.sparsity.compaction.whole_filters import filter_weights, filters_first, has_whole_filters
 from loco_ext.warning import warn_caller
 
 _OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
@@ -65,7 +65,7 @@ class PrunableLayer:
     @property
     def weight(self) -> Tensor:
         """The weight, or a view of it, ``(C_out, C_in/groups, *kernel_size)``."""
-        return filters_first(self.module, self.module.weight)
+        return filter_weights(self.module)
 
     @property
     def taps(self) -> Integers:
@@ -284,7 +284,7 @@ def structure_of(
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
             norm = None if behind is None else _own(own, behind, channels.info.module(behind))
-            # These run at the size of their largest filter: smaller ones save nothing.
+            # Groups run at the size of their largest filter, so that smaller ones save nothing.
             is_whole = has_whole_filters(module)
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped or is_whole else granularity)
             pixels = float(pixels_of(node, module, samples))

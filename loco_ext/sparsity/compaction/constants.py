@@ -23,7 +23,7 @@ from loco_ext.sparsity.compaction.roles import (
     is_resampling,
     keeps_constants,
 )
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -43,7 +43,7 @@ def sums_of_taps(weight: Tensor) -> Tensor:
 
 def meets_no_padding(module: Any) -> Booleans:
     """Return, as [C_out, C_in/groups], whether no non-zero weight meets zero padding at any size of the input."""
-    weight = filters_first(module, module.weight.detach())
+    weight = filter_weights(module).detach()
     if weight.dim() == 2 or module.padding_mode != "zeros":
         return np.ones(tuple(weight.shape[:2]), dtype=bool)
     if type(module) in TRANSPOSED:  # reads zeros between pixels
@@ -60,7 +60,7 @@ def after_layer(module: Any, constants: Floats, live: Booleans, foldable: Boolea
     """Return the constant output of each filter, [C_out]; NaN if it reads a channel that is not foldable."""
     groups, _, width = constants.shape
     live, foldable = live.reshape(groups, -1, width), foldable.reshape(groups, -1, width)
-    sums = sums_of_taps(filters_first(module, module.weight.detach())).cpu().numpy().reshape(live.shape)
+    sums = sums_of_taps(filter_weights(module).detach()).cpu().numpy().reshape(live.shape)
     outputs = (sums * np.where(live & foldable, constants, 0.0)).sum(2).reshape(-1)
     if module.bias is not None:
         outputs = outputs + module.bias.detach().double().cpu().numpy()

@@ -15,7 +15,7 @@ from loco_ext.fx.modules import paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, inverse_order, join, standalone
-from loco_ext.sparsity.compaction.whole_filters import filters_first
+from loco_ext.sparsity.compaction.whole_filters import filter_weights
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
@@ -84,7 +84,7 @@ def seconds_of_layer(layer: Any, kind: Mapping[str, Any]) -> float:
     The least of several timings.
     """
     shape = list(kind["shape"])
-    shape[-1 if isinstance(layer, nn.Linear) else 1] = filters_first(layer, layer.weight).shape[1]
+    shape[-1 if isinstance(layer, nn.Linear) else 1] = filter_weights(layer).shape[1]
     x = torch.randn(shape, dtype=kind["dtype"], device=kind["device"])
     x = x.to(memory_format=FORMATS[x.dim()]) if kind["channels_last"] else x
     ((*seconds,),) = _samples([partial(layer, x)], x.device, _SECONDS_PER_WAY)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from loco_ext.fx.modules import paddings
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats, sums_of_taps
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 
 class Cut(NamedTuple):
@@ -45,7 +45,7 @@ def _cut_group(
     """Return the weights of one group; ``inputs`` are counted from the beginning of the group."""
     layer = channels.layers[node]
     needed, read = channels.needed(node)[outputs], channels.needed(source)[group][inputs]
-    whole = filters_first(layer.module, layer.module.weight.detach())[outputs]
+    whole = filter_weights(layer.module).detach()[outputs]
     whole[~torch.from_numpy(needed)] = 0
     bias = _bias(channels, node, outputs)
     weight = whole[:, inputs]

@@ -17,7 +17,7 @@ from loco_ext.sparsity.compaction.graph import MODULE
 from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filters_first
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
@@ -28,7 +28,7 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
         module = channels.info.module(node)
         depthwise = module is not None and is_depthwise(module)
         if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
-            name, weight = str(node.target), filters_first(module, module.weight.detach())
+            name, weight = str(node.target), filter_weights(module).detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
             pixels = pixels_of(node, module, samples)
             layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)

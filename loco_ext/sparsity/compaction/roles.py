@@ -242,9 +242,9 @@ class GraphInfo:
         if order := axes_in_order(node, self.modules):
             return order.index(axis)
         name = operation(node, self.modules)
-        if name in _REDUCTIONS and (reduced := _reduced_axes(node, rank(source))) and axis not in reduced:
+        if name in _REDUCTIONS and (reduced := _given_axes(node, rank(source))) and axis not in reduced:
             return axis if added == 0 else axis - sum(other < axis for other in reduced)
-        squeezed = name == "squeeze" and axis in (_reduced_axes(node, rank(source)) or ())  # if one channel is left
+        squeezed = name == "squeeze" and axis in (_given_axes(node, rank(source)) or ())  # if one channel is left
         if name not in _VIEWS or squeezed:
             return None
         before, behind = unchanged_axes(self.sizes.of(source), self.sizes.of(node))
@@ -384,7 +384,7 @@ def is_interpolation(node: fx.Node, name: str) -> bool:
     return name == "interpolate" and mode in _WITHOUT_OVERSHOOT
 
 
-def _reduced_axes(node: fx.Node, dims: int) -> set[int] | None:
+def _given_axes(node: fx.Node, dims: int) -> set[int] | None:
     """Return the axes that the node is given for a mean, maximum, minimum or squeeze; None if they are not numbers."""
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     axes = [axes] if isinstance(axes, int) else axes

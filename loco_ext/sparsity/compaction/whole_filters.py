@@ -19,6 +19,11 @@ def filters_first(module: Any, numbers: Tensor) -> Tensor:
     return numbers.transpose(0, 1) if type(module) in TRANSPOSED else numbers
 
 
+def filter_weights(module: Any) -> Tensor:
+    """Return the weight of a layer, or a view of it, ``(C_out, C_in/groups, *kernel_size)``."""
+    return filters_first(module, module.weight)
+
+
 def has_whole_filters(module: Any) -> bool:
     """Return whether the module is a linear layer or a transposed convolution."""
     return isinstance(module, nn.Linear) or type(module) in TRANSPOSED
