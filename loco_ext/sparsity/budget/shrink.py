@@ -47,7 +47,7 @@ def shrink_to(
 
     Each filter of each layer stays whole, loses its outermost rings, or is removed. All sizes together minimise
     ``price * cost + sum over layers of total * log(total / kept)``, where ``total`` is the importance of a layer and
-    ``kept`` that of what stays, at the smallest price that meets the budget. Then channels are exchanged between layers,
+    ``kept`` that of what stays, at the smallest price that meets the budget. Then channels are exchanged among layers
     and rings added, as long as less importance is lost. Channels that a residual connection adds up go together.
 
     Train the result further, at 0.1 to 1 times the largest learning rate of before. Its batch norms are not folded.
