@@ -18,8 +18,9 @@ _OTHERS_KEEPING_SHAPE = (
 )
 _RETURNING_NEW = (
     "cat mean sum clone relu relu6 leakyrelu elu gelu silu mish sigmoid tanh hardswish hardsigmoid softmax logsoftmax "
-    "matmul adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d avgpool2d maxpool2d conv1d conv2d conv3d linear "
-    "batchnorm interpolate pad indexadd indexselect takechannels mixedconv2d layernormwithconstants"
+    "matmul adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d avgpool1d avgpool2d avgpool3d maxpool2d conv1d "
+    "conv2d conv3d linear batchnorm groupnorm instancenorm layernorm rmsnorm stack interpolate pad indexadd "
+    "indexselect takechannels mixedconv2d layernormwithconstants"
 )
 POINTWISE = frozenset(_POINTWISE.split())  # each number of the result depends on one number of the input
 KEEPING_SHAPE = POINTWISE | frozenset(_OTHERS_KEEPING_SHAPE.split())

@@ -466,6 +466,22 @@ def _reduced(call: _Call) -> Sizes | None:
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
 
 
+def _pixels_shuffled(call: _Call) -> Sizes | None:
+    factor = call.option(0, "upscale_factor")
+    if not isinstance(factor, int) or len(call.sizes) < 3:
+        return None
+    *before, channels, height, width = call.sizes
+    return (*before, call.unknowns.divided(channels, factor**2), height * factor, width * factor)
+
+
+def _pixels_unshuffled(call: _Call) -> Sizes | None:
+    factor = call.option(0, "downscale_factor")
+    if not isinstance(factor, int) or len(call.sizes) < 3:
+        return None
+    *before, channels, height, width = call.sizes
+    return (*before, channels * factor**2, call.unknowns.divided(height, factor), call.unknowns.divided(width, factor))
+
+
 def _unsqueezed(call: _Call) -> Sizes | None:
     axis = call.option(0, "dim")
     if not isinstance(axis, int):
@@ -566,11 +582,13 @@ _LAYER_RULES: dict[str, Rule] = {
     **{f"convtranspose{axes}d": _convolved_transposed for axes in (1, 2, 3)},
     **{"flatten": _flattened, "unflatten": _unflattened},
     "upsample": _upsampled,
+    **{"pixelshuffle": _pixels_shuffled, "pixelunshuffle": _pixels_unshuffled},
 }
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "flatten": _flattened},
     **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
     "interpolate": _interpolated,
+    **{"pixelshuffle": _pixels_shuffled, "pixelunshuffle": _pixels_unshuffled},
     **{"unsqueeze": _unsqueezed, "squeeze": _squeezed, "view": _viewed, "unflatten": _unflattened},
     **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.option(0, "other"))},
     "takechannels": _of_taken_channels,

@@ -235,6 +235,48 @@ def test_constants_vanish_ahead_of_reductions_of_whole_images(name: str, dim: st
     assert network.get_submodule("linear").in_features == 4
 
 
+class OwnGroupNorm(nn.GroupNorm):
+    """Group normalisation with an activation inside, by a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).relu_()
+
+
+# Functions of an image of eight channels, the first five of them zeros, and how many channels are left behind them.
+TOGETHER: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "groups of a norm": (nn.GroupNorm(4, 8), 4),
+    "groups of a norm without weights": (nn.GroupNorm(2, 8, affine=False), 4),
+    "groups of a norm of its own code": (OwnGroupNorm(4, 8), 4),
+    "one group": (nn.GroupNorm(1, 8), 8),
+    "pixels of a channel": (nn.PixelShuffle(2), 1),
+    "pixels that become channels": (lambda y: functional.pixel_unshuffle(torch.pixel_shuffle(y, 2)[:, :, 2:], 2), 4),
+    "tensors that are stacked and summed": (lambda y: torch.stack([y, y.relu(), y.tanh()], 1).sum(dim=(1,)), 3),
+    "tensors that are stacked and summed by rows": (lambda y: torch.stack((y, y)).sum(0).sum(2, keepdim=True), 3),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_channels_vanish_together(name: str) -> None:
+    function, left = TOGETHER[name]
+    for parameter in function.parameters() if isinstance(function, nn.Module) else ():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    layers = {"operation": function} if isinstance(function, nn.Module) else {}
+    width = function(torch.zeros(1, 8, 4, 4)).shape[1]
+    layers |= {"first": convolution(3, 8), "last": convolution(width, 4, 1)}
+    model = Network(lambda net, x: net.last(getattr(net, "operation", function)(net.first(x))), **layers)
+    model.first.weight.data[:5], model.first.bias.data[:5] = 0, 0
+    network, report = compacted(model.double().eval(), *IMAGES, fold_norms=False)
+    assert not report.notes
+    assert network.get_submodule("last").weight.shape[1] == left
+
+
+def test_sums_over_pixels_keep_constants_other_than_zero() -> None:
+    model = Network(lambda net, x: net.last(net.first(x).sum((2, 3))), first=convolution(3, 8), last=nn.Linear(8, 5))
+    model.first.weight.data[:6], model.first.bias.data[:4] = 0, 0
+    network, _ = compacted(model.double().eval(), *IMAGES)
+    assert network.get_submodule("last").in_features == 4
+
+
 def test_transposed_convolutions_shrink() -> None:
     """Behind constants other than zero, with and without a norm, and with as many filters as channels."""
     layers = [nn.ConvTranspose2d(8, 8, 3, 2, 1, 1), nn.BatchNorm2d(8), nn.Tanh(), nn.ConvTranspose2d(8, 6, (2, 3))]

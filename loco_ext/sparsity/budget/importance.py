@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
+from loco_ext.sparsity.compaction.roles import has_running_statistics
 from loco_ext.sparsity.compaction.whole_filters import filters_first
 
 Loss = Callable[[Any, Any], Tensor]
@@ -158,7 +159,7 @@ class Taylor:
 
 def _normalises_by_batch(norm: Any) -> bool:
     """Return whether a norm uses the mean and variance of what it is given, not running ones."""
-    return norm.training or norm.running_mean is None
+    return norm.training or not has_running_statistics(norm)
 
 
 def by_taylor(
@@ -225,7 +226,7 @@ def _squares(layer: PrunableLayer) -> Tensor:
     """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
     squares = _by_tap(layer.weight.detach().double().square())
     norm = layer.norm
-    if norm is not None and norm.running_var is not None:
+    if norm is not None and has_running_statistics(norm):
         scale = (norm.running_var.double() + norm.eps).reciprocal()
         squares = squares * (scale if norm.weight is None else scale * norm.weight.detach().double().square())[:, None]
     rings = torch.from_numpy(layer.rings).to(squares.device)

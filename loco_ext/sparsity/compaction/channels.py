@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
 from loco_ext.sparsity.compaction.constants import (
     Booleans,
@@ -182,14 +182,25 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
         _need_in_order(channels, node, [channels.values[x] for x in info.read_whole(node) if x in channels.values])
+        if type(norm := info.module(node)) is nn.GroupNorm:
+            _unite_groups(channels, source.ids.reshape(norm.num_groups, -1))
         return Value(source.ids, after_channel_operation(info, node, source.constants))
     if role is Role.TAKE:
         taken = info.taken(node)
         return Value(source.ids[taken], source.constants[taken])
     if role is Role.MOVE:
         return source
-    pixels = node.meta["shape"][1] // channels.sources(node)[0].meta["shape"][1]
-    return Value(np.repeat(source.ids, pixels), np.repeat(source.constants, pixels))
+    before, after = channels.sources(node)[0].meta["shape"][1], node.meta["shape"][1]
+    if role is Role.SHUFFLE:
+        ids, constants = source.ids.reshape(after, -1), source.constants.reshape(after, -1)
+        _unite_groups(channels, ids)
+        return Value(ids[:, 0], np.where((constants == constants[:, :1]).all(1), constants[:, 0], np.nan))
+    return Value(np.repeat(source.ids, after // before), np.repeat(source.constants, after // before))
+
+
+def _unite_groups(channels: Channels, ids: Integers) -> None:
+    """Keep or remove each group together; ``ids`` are the channels, [groups, channels of a group]."""
+    channels.sets.unite(np.repeat(ids[:, 0], ids.shape[1]), ids.reshape(-1))
 
 
 def _need_in_order(channels: Channels, node: fx.Node, values: Sequence[Value]) -> None:

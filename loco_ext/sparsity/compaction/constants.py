@@ -18,6 +18,7 @@ from loco_ext.fx.operations import operation
 from loco_ext.sparsity.compaction.roles import (
     NORMS,
     GraphInfo,
+    has_running_statistics,
     is_depthwise,
     is_padding,
     is_resampling,
@@ -81,10 +82,13 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
     if node.target is operator.getitem:
         return constants
     if is_resampling(name):
-        return constants.copy() if keeps_constants(module) else np.where(constants == 0, 0.0, np.nan)
-    if type(module) in NORMS and module.running_mean is None:  # subtracts the mean of what it is given
+        keeps = name != "sum" and keeps_constants(module)
+        return constants.copy() if keeps else np.where(constants == 0, 0.0, np.nan)
+    if type(module) in NORMS and not has_running_statistics(module):  # subtracts the mean of what it is given
         shifts = 0.0 if module.bias is None else module.bias.detach().double().cpu().numpy()
-        return _finite(np.where(constants == 0, shifts, np.nan))
+        by_group = constants.reshape(getattr(module, "num_groups", len(constants)), -1)
+        zero = np.broadcast_to((by_group == 0).all(1, keepdims=True), by_group.shape).reshape(-1)
+        return _finite(np.where(zero, shifts, np.nan))
     if whole := info.read_whole(node):
         one, other = (np.asarray(info.number_of(x)) if x in whole else constants for x in node.args)
         # A factor of zero does not make channels constant: it may be trained.

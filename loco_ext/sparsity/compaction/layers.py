@@ -137,6 +137,13 @@ def _layer_norm(call: _Call) -> nn.Module | None:
     return _with(nn.LayerNorm(call.options["normalized_shape"], call.options.get("eps", 1e-5), **affine), call)
 
 
+def _group_norm(call: _Call) -> nn.Module | None:
+    weight, bias = call.weights["weight"], call.weights["bias"]
+    if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter):
+        return None
+    return _with(nn.GroupNorm(call.options["num_groups"], len(weight), call.options.get("eps", 1e-5)), call)
+
+
 def _batch_norm(call: _Call) -> nn.Module | None:
     mean, var, weight, bias = call.weights.values()
     if mean is None or var is None or (weight is None) != (bias is None):
@@ -159,6 +166,7 @@ _FUNCTIONS: dict[Any, _Function] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONVOLUTION),
     F.linear: _Function(("weight", "bias"), ("weight", "bias"), _linear),
     F.layer_norm: _Function(("normalized_shape", "weight", "bias", "eps"), ("weight", "bias"), _layer_norm),
+    F.group_norm: _Function(("num_groups", "weight", "bias", "eps"), ("weight", "bias"), _group_norm),
     F.batch_norm: _Function((*_NORM_WEIGHTS, "training", "momentum", "eps"), _NORM_WEIGHTS, _batch_norm),
     F.avg_pool1d: _Function(_POOL, (), lambda call: nn.AvgPool1d(**call.options)),
     F.avg_pool2d: _Function(_POOL, (), lambda call: nn.AvgPool2d(**call.options)),

@@ -6,7 +6,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from loco_ext.fx.modules import bias_trains
-from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, GraphInfo, Role
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, GraphInfo, Role, has_running_statistics
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
@@ -17,7 +17,7 @@ def fold_norms(graph: fx.GraphModule) -> None:
         kind = type(info.module(node))
         if kind not in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear) or info.nodes[node].role is Role.OTHER:
             continue
-        while (behind := info.norm_behind(node)) is not None and info.module(behind).running_mean is not None:
+        while (behind := info.norm_behind(node)) is not None and has_running_statistics(info.module(behind)):
             layer: Any = graph.get_submodule(str(node.target))
             fuse: Any = fuse_linear_bn_eval if kind is nn.Linear else fuse_conv_bn_eval
             fused = fuse(layer, info.module(behind), **({"transpose": True} if kind in TRANSPOSED else {}))

@@ -88,6 +88,8 @@ class Rewriter:
             Role.TAKE: self._take,
             Role.MOVE: self._per_channel,
             Role.FLATTEN: self._flatten,
+            Role.SHUFFLE: self._shuffle,
+            Role.UNSHUFFLE: self._unshuffle,
         }[role]
         self._new[node] = add(node, sources)
 
@@ -231,6 +233,16 @@ class Rewriter:
         self._kept[node] = [c * pixels + p for c in self._kept[sources[0]] for p in range(pixels)]
         return self._graph.call_function(torch.flatten, (self._new[sources[0]], 1))
 
+    def _shuffle(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        parts = sources[0].meta["shape"][1] // node.meta["shape"][1]
+        self._kept[node] = [c // parts for c in self._kept[sources[0]][::parts]]
+        return self._graph.node_copy(node, self._new.__getitem__)
+
+    def _unshuffle(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        parts = node.meta["shape"][1] // sources[0].meta["shape"][1]
+        self._kept[node] = [c * parts + p for c in self._kept[sources[0]] for p in range(parts)]
+        return self._graph.node_copy(node, self._new.__getitem__)
+
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:
         shape = [1] * len(like.meta["shape"])
         shape[self._axis(like)] = -1
@@ -247,9 +259,11 @@ class Rewriter:
 def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
     """Return the normalisation or PReLU of only these channels."""
     smaller = copy.deepcopy(module)
-    for name in ("num_features", "num_parameters"):
+    for name in ("num_features", "num_parameters", "num_channels"):
         if hasattr(smaller, name):
             setattr(smaller, name, len(kept))
+    if isinstance(module, nn.GroupNorm):  # whose groups stay whole
+        smaller.num_groups = module.num_groups * len(kept) // module.num_channels
     for name, parameter in module.named_parameters(recurse=False):
         setattr(smaller, name, nn.Parameter(parameter.detach()[kept].clone(), requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False):

@@ -34,13 +34,15 @@ class Role(Enum):
     """Effect of a node on the channels of its argument: axis 1, or the last axis for linear layers."""
 
     CONVOLUTION = "convolution"  # includes transposed ones and linear layers, whose channels are features
-    PER_CHANNEL = "per channel"  # channel i of the result depends only on channel i
+    PER_CHANNEL = "per channel"  # channel i of the result depends only on channel i, or on those of its group
     JOIN = "join"  # sums and products of several tensors of the same shape, channel by channel
     CAT = "cat"
     TAKE = "take"  # selects some channels, or all in another order
     PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
     MOVE = "move"  # moves channels to another axis, or adds, removes, joins or splits others
     FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
+    SHUFFLE = "shuffle"  # makes the pixels of each channel from those of several
+    UNSHUFFLE = "unshuffle"  # makes several channels from the pixels of each
     SIZE = "size"  # reads sizes of other axes, or what does not depend on channels
     OTHER = "other"  # nothing is known about the channels
 
@@ -48,9 +50,9 @@ class Role(Enum):
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # ranks of batches
-NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS)
+NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
-_REDUCTIONS = ("mean", "amax", "amin")
+_REDUCTIONS = ("mean", "amax", "amin", "sum")
 _WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 _VIEWS = ("unsqueeze", "squeeze", "flatten", "unflatten")  # none of these is given a number of channels
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
@@ -122,7 +124,7 @@ class GraphInfo:
         return name if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs else None
 
     def is_norm(self, node: fx.Node) -> bool:
-        """Return whether the node normalises channels by batch or instance normalisation."""
+        """Return whether the node normalises channels, each alone or in groups."""
         return type(self.module(node)) in NORMS and self.nodes[node].role is Role.PER_CHANNEL
 
     def norm_behind(self, node: fx.Node) -> fx.Node | None:
@@ -225,11 +227,14 @@ class GraphInfo:
             return Role.PER_CHANNEL if is_depthwise(module) else Role.CONVOLUTION
         if type(module) in TRANSPOSED and dims == module.weight.dim() and module.groups == 1:
             return Role.CONVOLUTION
+        if name in ("pixelshuffle", "pixelunshuffle"):
+            plain = dims == 4 and self.channels(node) is not None
+            return (Role.SHUFFLE if name == "pixelshuffle" else Role.UNSHUFFLE) if plain else Role.OTHER
         alone = _POOLS.get(name) == dims - 2 or self._is_per_channel(node, module, source)
         return Role.PER_CHANNEL if alone and (module is not None or not name.startswith("avgpool")) else Role.OTHER
 
     def _is_per_channel(self, node: fx.Node, module: Any, source: fx.Node) -> bool:
-        """Return whether the node treats each channel separately, though not each of its pixels."""
+        """Return whether the node treats each channel, or each group, separately, though not each of its pixels."""
         if type(module) in (*NORMS, nn.PReLU):
             return _INSTANCE_NORMS.get(type(module), rank(source)) == rank(source)
         if type(module) is nn.Upsample:
@@ -271,10 +276,10 @@ class GraphInfo:
         tensors = [x for x in node.args if isinstance(x, fx.Node)]
         if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in node.args):
             return Role.OTHER
-        if len(sources) < len(set(tensors)) or len(tensors) == 1:
+        if len(sources) < len(set(tensors)) or len(set(tensors)) == 1:
             return Role.PER_CHANNEL
         kinds = {(rank(x), self.axis(x), self.channels(x)) for x in tensors}
-        return Role.JOIN if len(kinds) == 1 and tensors[0] is not tensors[1] else Role.OTHER
+        return Role.JOIN if len(kinds) == 1 else Role.OTHER
 
     def taken(self, node: fx.Node) -> NDArray[np.int64] | None:
         """Return which channels of its source the node selects; None if it does something else."""
@@ -393,8 +398,13 @@ def _given_axes(node: fx.Node, dims: int) -> set[int] | None:
     return {axis % dims for axis in axes}
 
 
+def has_running_statistics(norm: Any) -> bool:
+    """Return whether a normalisation uses running statistics in eval mode."""
+    return getattr(norm, "running_mean", None) is not None
+
+
 def is_resampling(name: str) -> bool:
-    """Return whether an operation of this name pools or upsamples, which does nothing to a constant channel."""
+    """Return whether an operation of this name pools or upsamples, which changes no constant channel unless it sums."""
     return name in _POOLS or name in ("upsample", "interpolate", *_REDUCTIONS)
 
 

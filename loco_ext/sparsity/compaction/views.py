@@ -1,7 +1,7 @@
 """Views, spelled so that they say which axes they leave alone.
 
 Code such as ``gate.view(n, c, 1, 1)`` and ``x * gate.expand_as(x)`` names the number of channels without need, so that
-none could be removed.
+none could be removed; ``torch.stack(images).sum(0)`` hides that images are added.
 """
 
 import operator
@@ -17,14 +17,17 @@ _SPLITTING = ("view", "unflatten")
 
 
 def spell_out_views(graph: fx.GraphModule) -> None:
-    """Replace views by functions that add, join or split axes or shuffle channels, and expansions in arithmetic.
+    """Replace views by functions that add, join or split axes or shuffle channels, and what arithmetic does itself.
 
     Args:
         graph: graph whose nodes have the shapes of their results in their meta.
     """
     for node in graph.graph.find_nodes(op="call_function", target=operator.getitem):
         _add_axes(graph, node, _added_by_index(node))
-    modules, sizes = dict(graph.named_modules()), Inference(graph)
+    modules = dict(graph.named_modules())
+    for node in list(graph.graph.nodes):
+        _add_instead(graph, node, modules)
+    sizes = Inference(graph)
     for node in list(graph.graph.nodes):
         name = operation(node, modules)
         if name in _SPLITTING and node.args[:1] and node.args[0] in sizes.sizes:
@@ -106,6 +109,31 @@ def _add_axes(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> None:
         node.args = longer, *node.args[1:]
     if axes:
         _become(node, torch.unsqueeze, node.args[0], axes[-1])
+
+
+def _add_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Replace the sum of tensors that are stacked along a new axis by additions."""
+    stacked: Any = node.args[0] if node.args else None
+    if operation(node, modules) != "sum" or operation(stacked, modules) != "stack" or not stacked.args:
+        return
+    axis: Any = stacked.args[1] if len(stacked.args) > 1 else stacked.kwargs.get("dim", 0)
+    summed: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    summed = summed[0] if isinstance(summed, list | tuple) and len(summed) == 1 else summed
+    shape, parts = stacked.meta["shape"], stacked.args[0]
+    plain = isinstance(axis, int) and isinstance(summed, int) and len(node.args) < 3 and set(node.kwargs) <= {"dim"}
+    if not plain or (axis - summed) % len(shape) or not isinstance(parts, list | tuple):
+        return
+    if not node.meta["dtype"].is_floating_point or len(parts) < 2:
+        return
+    total = parts[0]
+    for part in parts[1:]:
+        with graph.graph.inserting_before(node):
+            total = graph.graph.call_function(torch.add, (total, part))
+        total.meta = dict(node.meta)
+    node.replace_all_uses_with(total)
+    graph.graph.erase_node(node)
+    if not stacked.users:
+        graph.graph.erase_node(stacked)
 
 
 def _erase_unread(graph: fx.GraphModule, last: Any, first: Any) -> None:
