@@ -53,7 +53,7 @@ def test_what_is_not_understood_is_kept_and_named() -> None:
         x = net.watched(net.hooked(net.twice(net.twice(x))))
         return net.last(torch.fft.fft2(x).real.softmax(1))
 
-    layers = {"twice": nn.Conv2d(4, 4, 3, padding=1), "hooked": nn.Conv2d(4, 4, 3)}
+    layers = {"twice": nn.Conv2d(4, 4, 3, padding=1, groups=2), "hooked": nn.Conv2d(4, 4, 3)}
     layers |= {"watched": nn.Conv2d(4, 4, 1), "last": nn.Conv2d(4, 4, 1)}
     model = strike(Network(function, **layers), 2).double().eval()
     model.hooked.register_forward_hook(lambda module, x, y: y * 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
+from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Residual, compacted, same, strike
 from tests.compaction.computed_weights import WAYS
 from tests.covering import covering
@@ -112,7 +113,18 @@ NOTED: dict[str, tuple[Callable[..., object], dict[str, nn.Module], dict[str, st
     "a norm that is called twice": (
         between("first", "norm", "middle", "norm", "last"),
         {"norm": nn.BatchNorm2d(8, affine=False)},
-        {"norm": "more than once"},
+        {},
+    ),
+    "a layer that is called twice": (between("first", "middle", "middle", "last"), {}, {}),
+    "a layer with groups that is called twice": (
+        between("first", "groups", "middle", "groups", "last"),
+        {"groups": nn.Conv2d(8, 8, 3, padding=1, groups=4)},
+        {"groups": "more than once"},
+    ),
+    "a layer that is called on an image without a batch as well": (
+        lambda net, x: (net.middle(net.first(x)), net.middle(net.first(x[:1]).squeeze(0))),
+        {},
+        {"middle": "no batch", "getitem": "nothing is known", "squeeze": "nothing is known"},
     ),
     "a layer that its norm and others read": (read_before_its_norm, {"norm": nn.BatchNorm2d(8)}, {}),
     "a norm of the batch at hand": (
@@ -268,6 +280,64 @@ def test_channels_vanish_together(name: str) -> None:
     network, report = compacted(model.double().eval(), *IMAGES, fold_norms=False)
     assert not report.notes
     assert network.get_submodule("last").weight.shape[1] == left
+
+
+def attended(net: Network, x: Tensor) -> Tensor:
+    """Attend to channels as CBAM does, by the same layers for means and maxima."""
+    y = functional.relu(net.first(x))
+    gates = [net.gate(functional.adaptive_avg_pool2d(y, 1).flatten(1)), net.gate(y.amax((2, 3)))]
+    return net.last(y * torch.sigmoid(gates[0] + gates[1])[:, :, None, None])
+
+
+def of_two_sizes(net: Network, x: Tensor) -> list[Tensor]:
+    """Apply the same head to two images, of which only the second has constant channels other than zero."""
+    y = functional.relu(net.first(x))
+    small = torch.sigmoid(net.middle(functional.avg_pool2d(y, 2)))
+    return [net.last(net.act(net.norm(net.head(each)))) for each in (y, small)]
+
+
+# Functions of a network, and the layers that it calls again, beside those of a chain.
+AGAIN: dict[str, tuple[Callable[[Network, Tensor], object], Callable[[], dict[str, nn.Module | Tensor]]]] = {
+    "attention": (attended, lambda: {"gate": nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))}),
+    "heads": (
+        of_two_sizes,
+        lambda: {"head": convolution(8, 8), "norm": nn.BatchNorm2d(8), "act": nn.PReLU()},
+    ),
+    "recurrence": (
+        lambda net, x: net.last(net.middle(torch.sigmoid(net.middle(torch.tanh(net.first(x)))))),
+        dict[str, nn.Module | Tensor],
+    ),
+    "activations": (
+        between("first", "norm", "act", "middle", "act", "norm", "last"),
+        lambda: {"norm": nn.GroupNorm(4, 8, affine=False), "act": nn.PReLU(8)},
+    ),
+    "one size after another": (
+        lambda net, x: net.last(functional.interpolate(net.up(net.up(net.middle(net.first(x)))), scale_factor=0.5)),
+        lambda: {"up": nn.ConvTranspose2d(8, 8, 2, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_layers_that_are_called_again(name: str, seed: int) -> None:
+    function, layers = AGAIN[name]
+    model = Network(function, **(chain() | layers()))
+    report = check(model, *IMAGES, seed=seed)
+    assert not report.notes
+    assert report.macs_before == macs_of(model, IMAGES[:1])
+    assert report.macs_executed < report.macs_before
+    network, _ = sparsity.compact(model, IMAGES[0], cost="macs")
+    assert report.macs_executed == macs_of(network, IMAGES[:1])
+
+
+def test_channels_vanish_with_attention_of_published_code() -> None:
+    gate = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
+    model = Network(attended, first=convolution(3, 8), gate=gate, last=convolution(8, 4)).double().eval()
+    model.first.weight.data[::2], model.first.bias.data[::2] = 0, 0
+    network, report = compacted(model, *IMAGES)
+    assert not report.notes
+    assert [network.get_submodule(f"gate.{k}").weight.shape for k in (0, 2)] == [(4, 4), (4, 4)]
 
 
 def test_sums_over_pixels_keep_constants_other_than_zero() -> None:

@@ -52,12 +52,12 @@ class LayerTimes:
 
 
 @torch.no_grad()
-def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
-    """Return the times of a convolution, transposed or not, or a linear layer.
+def time_layer(module: Any, kinds: Sequence[Mapping[str, Any]]) -> LayerTime:
+    """Return the times of all calls of a convolution, transposed or not, or a linear layer.
 
     Args:
         module: the layer.
-        kind: shape, dtype, device and memory format of its input.
+        kinds: shape, dtype, device and memory format of its input in each call.
     """
     weight, bias = filter_weights(module), module.bias
     if bias is None:
@@ -70,10 +70,12 @@ def time_layer(module: Any, kind: Mapping[str, Any]) -> LayerTime:
     def seconds(width: int, count: int) -> float:
         some = weight[:count, :width]
         if whole:
-            return seconds_of_layer(with_filters(module, some, bias[:count]), kind)
+            layer = with_filters(module, some, bias[:count])
+            return sum(seconds_of_layer(layer, kind) for kind in kinds)
         channels = count if alone else width * module.groups
-        convolution = Convolution(module, some, bias[:count], channels, kind["channels_last"])
-        return seconds_of(convolution, kind)
+        return sum(
+            seconds_of(Convolution(module, some, bias[:count], channels, kind["channels_last"]), kind) for kind in kinds
+        )
 
     table = np.asarray([[seconds(width, count) for count in filters] for width in inputs])
     for axis in (0, 1):  # what is slower than more channels is timing noise, or could be computed with zeros added

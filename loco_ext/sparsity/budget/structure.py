@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -42,14 +42,15 @@ class PrunableLayer:
     Args:
         name: name of the module.
         module: the module itself.
-        norm: the batch norm that is the only reader of the layer's output; None if there is none.
+        norm: the normalisation that is the only reader of the layer's output; None if there is none.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
-        pixels: number of pixels of one sample at which all weights act; a fraction where several samples share them.
+        pixels: number of pixels of one sample, in all calls, at which all weights act; a fraction where several samples
+            share them.
         writes: class of each filter's channel, ``[C_out]``.
         reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
             are depthwise, go with the filter that reads them.
         kept: whether every filter stays whole.
-        input: shape, dtype, device and memory format of the layer's input on the example.
+        inputs: shape, dtype, device and memory format of the layer's input on the example, for each call.
     """
 
     name: str
@@ -60,7 +61,11 @@ class PrunableLayer:
     writes: Integers
     reads: Integers | None
     kept: bool
-    input: Mapping[str, Any]
+    inputs: list[Mapping[str, Any]]
+
+    def called_again(self, kind: Mapping[str, Any], pixels: float) -> PrunableLayer:
+        """Return the layer with a further call, on an input of this kind."""
+        return replace(self, pixels=self.pixels + pixels, inputs=[*self.inputs, kind])
 
     @property
     def weight(self) -> Tensor:
@@ -79,7 +84,7 @@ class Structure:
 
     Args:
         layers: in the order in which they run.
-        norms: every batch norm, and the class of each of its channels.
+        norms: every normalisation of channels, and the class of each of them.
         fixed: for each class, whether it stays in any case.
         parameters_elsewhere: number of the model's parameters outside these layers and norms.
         macs_elsewhere: MACs of one sample outside these layers.
@@ -93,7 +98,7 @@ class Structure:
 
     def times(self) -> list[LayerTime]:
         """Return the times of the layers at smaller numbers of channels."""
-        return [time_layer(layer.module, layer.input) for layer in self.layers]
+        return [time_layer(layer.module, layer.inputs) for layer in self.layers]
 
     def problem(
         self,
@@ -146,7 +151,7 @@ class Structure:
         return found
 
     def masks(self, sizes: Sizes) -> Masks:
-        """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""
+        """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the norms behind."""
         found, stays = Masks(), self.fixed.copy()
         for layer, chosen in zip(self.layers, sizes, strict=True):
             kept = torch.from_numpy(layer.rings >= chosen[:, None])  # [C_out, taps]
@@ -266,7 +271,8 @@ def structure_of(
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
     fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))
-    layers, norms, samples = [], [], samples_of(channels.graph)
+    layers, norms = list[PrunableLayer](), list[tuple[Any, Integers]]()
+    samples = samples_of(channels.graph)
     for node, value in channels.values.items():
         module, classes = channels.info.module(node), classes_of[value.ids]
         is_norm, behind = channels.info.is_norm(node), channels.info.norm_behind(node)
@@ -276,7 +282,9 @@ def structure_of(
         if mine is None:
             fixed[classes] = True
         elif is_norm:
-            norms.append((mine, classes))
+            norms += [] if any(norm is mine for norm, _ in norms) else [(mine, classes)]
+        elif (place := next((k for k, layer in enumerate(layers) if layer.module is mine), None)) is not None:
+            layers[place] = layers[place].called_again(_kind(channels, node), float(pixels_of(node, module, samples)))
         else:
             kept = any(f"{node.target}.".startswith(f"{name}.") for name in skip)
             fixed[classes] |= kept
@@ -284,11 +292,10 @@ def structure_of(
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
             norm = None if behind is None else _own(own, behind, channels.info.module(behind))
-            # Groups run at the size of their largest filter, so that smaller ones save nothing.
-            is_whole = has_whole_filters(module)
-            rings = _rings(module.weight.shape[2:], kind, "filters" if is_grouped or is_whole else granularity)
-            pixels = float(pixels_of(node, module, samples))
-            read = {name: source.meta[name] for name in ("shape", "dtype", "device", "channels_last")}
+            # Groups, and layers with several calls, run at the size of their largest filter: smaller ones save nothing.
+            is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
+            rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
+            pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept, read))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
@@ -302,6 +309,12 @@ def structure_of(
         if name not in own:
             raise ValueError(f"skip: expected names of the model's modules, got {name!r}")
     return structure
+
+
+def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:
+    """Return shape, dtype, device and memory format of a layer's input."""
+    (source,) = channels.sources(node)
+    return {name: source.meta[name] for name in ("shape", "dtype", "device", "channels_last")}
 
 
 def _macs_of(model: nn.Module, inputs: Sequence[Any]) -> float:

@@ -49,6 +49,7 @@ class LayerChannels:
 
     node: fx.Node
     module: Any
+    source: Value  # what it reads; constants are those of all calls
     live: Booleans  # [C_out, C_in/groups]: any weight is not zero
     foldable: Booleans  # same shape: the channel is constant despite padding, so that a bias can replace it
     drops: Booleans  # same shape: the smaller network does not read the channel
@@ -77,10 +78,16 @@ class Channels:
     def __init__(self, graph: fx.GraphModule, scatter: Mapping[str, int], fixed_size: bool, keep_all: bool) -> None:
         self.graph, self.info = graph, GraphInfo(graph)
         self.scatter, self.fixed_size, self.keep_all = scatter, fixed_size, keep_all
+        self.constants_read: dict[Any, Floats] = {}  # by modules that are called more than once: equal in all calls
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all but the constants that modules read that are called more than once."""
         self.sets = DisjointSet()
         self.grouped: list[int] = []  # channels of the inputs and outputs of grouped layers
         self.values: dict[fx.Node, Value] = {}
         self.layers: dict[fx.Node, LayerChannels] = {}
+        self.first_calls: dict[Any, tuple[Value, Value]] = {}  # sources and results of modules with several calls
 
     def role(self, node: fx.Node) -> Role:
         return self.info.nodes[node].role
@@ -152,13 +159,17 @@ def analyse(
 
 def classes_of_channels(channels: Channels) -> Channels:
     """Find the classes and the constants of all channels, and need those that must stay whatever the weights are."""
-    for node in channels.graph.graph.nodes:
-        value = _value(channels, node)
-        if value is not None:
-            channels.values[node] = value
-            if channels.keep_all:
-                channels.sets.need(value.ids, "all stay")
-    return channels
+    while True:
+        before = dict(channels.constants_read)
+        for node in channels.graph.graph.nodes:
+            value = _value(channels, node)
+            if value is not None:
+                channels.values[node] = value
+                if channels.keep_all:
+                    channels.sets.need(value.ids, "all stay")
+        if all(np.array_equal(before.get(k, ()), now, equal_nan=True) for k, now in channels.constants_read.items()):
+            return channels
+        channels.clear()
 
 
 def _value(channels: Channels, node: fx.Node) -> Value | None:
@@ -178,6 +189,27 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
     if role is Role.JOIN:
         return _join(channels, node, *sources)
     (source,) = sources
+    if info.is_called_again(node):
+        return _of_all_calls(channels, node, source)
+    return _of_one_source(channels, node, source)
+
+
+def _of_all_calls(channels: Channels, node: fx.Node, source: Value) -> Value:
+    """Return the channels of a module's result, which are kept or removed together in all of its calls."""
+    module, sets = channels.info.module(node), channels.sets
+    if channels.role(node) is Role.CONVOLUTION:
+        before = channels.constants_read.get(module, source.constants)
+        source = Value(source.ids, np.where(before == source.constants, before, np.nan))
+        channels.constants_read[module] = source.constants
+    result = _of_one_source(channels, node, source)
+    for first, value in zip(channels.first_calls.setdefault(module, (source, result)), (source, result), strict=True):
+        sets.unite(first.ids, value.ids)
+        sets.ordered.update(value.ids.tolist())
+    return result
+
+
+def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
+    info, role = channels.info, channels.role(node)
     if role is Role.CONVOLUTION:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
@@ -243,7 +275,7 @@ def _convolution(channels: Channels, node: fx.Node, source: Value) -> Value:
     zero = np.broadcast_to(constants == 0, shape).reshape(live.shape)
     foldable = known & (zero | meets_no_padding(module))
     drops = known if channels.fixed_size and type(module) not in TRANSPOSED else foldable
-    channels.layers[node] = LayerChannels(node, module, live, foldable, drops)
+    channels.layers[node] = LayerChannels(node, module, source, live, foldable, drops)
     value = Value(channels.sets.new(len(weight)), after_layer(module, constants, live, foldable))
     if groups > 1:  # a channel has to stay in its group
         channels.grouped += [*source.ids.tolist(), *value.ids.tolist()]
@@ -275,18 +307,18 @@ def _need(channels: Channels, node: fx.Node) -> bool:
     layer = channels.layers.get(node)
     if layer is None:
         return False
-    source, present = channels.values[sources[0]], channels.needed(node)
+    source, present = layer.source, channels.needed(node)
     wanted = layer.wanted(present)
     changed = sets.need(source.ids[wanted & source.varies], f"read by {node.target}")
-    changed |= _need_constant(channels, layer, source, wanted & ~source.varies)
+    changed |= _need_constant(channels, layer, wanted & ~source.varies)
     if present.any() and not sets.needed(source.ids).any():
         changed |= sets.need(source.ids[:1], f"{node.target} needs one channel at least")
     return changed
 
 
-def _need_constant(channels: Channels, layer: LayerChannels, source: Value, wanted: Booleans) -> bool:
+def _need_constant(channels: Channels, layer: LayerChannels, wanted: Booleans) -> bool:
     """Keep one constant channel for all of each group: behind the same padding, they differ only by factors."""
-    changed = False
+    changed, source = False, layer.source
     sizes = np.abs(np.nan_to_num(source.constants))
     needed = channels.sets.needed(source.ids)
     for group in np.split(np.arange(len(wanted)), layer.groups):

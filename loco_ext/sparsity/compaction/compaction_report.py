@@ -20,7 +20,8 @@ class LayerReport(FormerNames):
         sizes: number of filters of each size after compaction, from "3x3" to "0".
         convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of filters.
         identity_filters: number of filters with a single weight, at the centre tap, which copy a channel (eq. 24).
-        macs_before, macs_after: multiply-accumulates for one sample, by eq. 10 of the draft, with the sizes above.
+        macs_before, macs_after: multiply-accumulates of all calls for one sample, by eq. 10 of the draft, with the
+            sizes above.
         macs_executed: number that the convolutions of the smaller network compute for one sample.
         kept: reasons why filters without a non-zero weight were kept.
 
@@ -56,7 +57,7 @@ class Report(FormerNames):
         notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
         macs_elsewhere: multiply-accumulates of all other operations for one sample, as torch counts them: layers
-            that are called several times, products of tensors. They count as unchanged.
+            whose weights code computes, products of tensors. They count as unchanged.
         latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
 
     Example:

@@ -93,15 +93,18 @@ def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
             if behind is None:
                 return None
             found += behind
-        elif role is Role.CONVOLUTION and _is_linear_everywhere(channels.info.module(user)):
+        elif role is Role.CONVOLUTION and _is_linear_everywhere(channels, user):
             found.append(user)
         else:
             return None
     return found
 
 
-def _is_linear_everywhere(module: Any) -> bool:
+def _is_linear_everywhere(channels: Channels, node: fx.Node) -> bool:
     """Return whether each output is the same sum of the same features plus a bias, at borders as well."""
+    module = channels.info.module(node)
+    if channels.info.is_called_again(node):  # on other features as well
+        return False
     if isinstance(module, nn.Linear):
         return True
     if type(module) in TRANSPOSED:  # reads zeros between pixels

@@ -50,7 +50,7 @@ def _cut_group(
     bias = _bias(channels, node, outputs)
     weight = whole[:, inputs]
     weight[:, ~torch.from_numpy(read)] = 0
-    constants = channels.values[source].constants[group]
+    constants = layer.source.constants[group]
     live = layer.live[outputs][needed].any(0) & (constants != 0)
     gone = np.setdiff1d(np.flatnonzero(live), np.array(inputs)[read])
     if not len(gone):

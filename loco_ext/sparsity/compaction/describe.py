@@ -22,7 +22,7 @@ from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weight
 
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
     """Return a report on the result for every layer, and on why something was kept."""
-    report = Report()
+    report, by_name = Report(), dict[str, LayerReport]()
     samples = samples_of(channels.graph)
     for node, info in channels.info.nodes.items():
         module = channels.info.module(node)
@@ -33,9 +33,19 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
             pixels = pixels_of(node, module, samples)
             layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
-            report.layers.append(layer)
+            if (first := by_name.setdefault(name, layer)) is layer:
+                report.layers.append(layer)
+            else:
+                _add_call(first, layer)
     report.notes = {name: f"all channels are kept: {why}" for name, why in kept_channels(channels).items()}
     return report
+
+
+def _add_call(layer: LayerReport, other: LayerReport) -> None:
+    """Add to a layer's report the MACs of a further call."""
+    layer.macs_before += other.macs_before
+    layer.macs_after += other.macs_after
+    layer.macs_executed += other.macs_executed
 
 
 def kept_channels(channels: Channels) -> dict[str, str]:

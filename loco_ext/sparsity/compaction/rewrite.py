@@ -15,7 +15,7 @@ from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order, union
 from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, is_depthwise
@@ -115,13 +115,21 @@ class Rewriter:
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""
         name = str(node.target)
-        buckets = self._choose(convolution, source.meta, free)
+        if self._channels.info.is_called_again(node):
+            buckets = self.layers[name][1] if name in self.layers else self._one_bucket(source, convolution)
+        else:
+            buckets = self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
         order = channel_order(buckets)
         back = None if free else inverse_order(buckets, convolution.weight.device)
         index = None if back is None else self._constant(node, "order", back)
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets, index)
         return result, order if index is None else sorted(order)
+
+    def _one_bucket(self, source: fx.Node, convolution: Convolution) -> Sequence[Bucket]:
+        """Return how to compute a convolution by one module, which several nodes can call."""
+        boxes = [bucket.box for bucket in self._choose(convolution, source.meta, False)]
+        return [Bucket(tuple(range(len(convolution.weight))), union(boxes))]
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]

@@ -85,13 +85,28 @@ class GraphInfo:
             for node in graph.graph.nodes
             if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
         }
+        self._refused: set[int] = set()  # modules that are called more than once, once at least with the role OTHER
         self._axes: dict[fx.Node, int] = {}
         self.nodes: dict[fx.Node, NodeInfo] = {}
-        for node in graph.graph.nodes:
+        refused = -1
+        while refused < len(self._refused):
+            refused = len(self._refused)
+            self._annotate()
+
+    def _annotate(self) -> None:
+        nodes = self._root.graph.nodes
+        for node in nodes:
             if "shape" in node.meta:
                 self._axes[node] = self._result_axis(node, self._info(node))
-        for node in graph.graph.nodes:
+        for node in nodes:
             self.nodes[node] = self._info(node)
+            if self.is_called_again(node) and self.nodes[node].role is Role.OTHER:
+                self._refused.add(id(self.module(node)))
+
+    def is_called_again(self, node: fx.Node) -> bool:
+        """Return whether the node calls a module that is called more than once and has something for each channel."""
+        module = self.module(node)
+        return self._calls[id(module)] > 1 and _has_channels(module)
 
     def axis(self, node: fx.Node) -> int:
         """Return the axis of a tensor's channels."""
@@ -128,9 +143,14 @@ class GraphInfo:
         return type(self.module(node)) in NORMS and self.nodes[node].role is Role.PER_CHANNEL
 
     def norm_behind(self, node: fx.Node) -> fx.Node | None:
-        """Return the normalisation of channels that is the only reader of the node's result; None if there is none."""
+        """Return the normalisation of channels that is the only reader of the node's result; None if there is none.
+
+        Also None if the normalisation, or the layer before it, is called more than once.
+        """
         reader = only_user(node)
-        return reader if reader is not None and self.is_norm(reader) else None
+        if reader is None or not self.is_norm(reader) or self.is_called_again(reader) or self.is_called_again(node):
+            return None
+        return reader
 
     def why_opaque(self, node: fx.Node) -> str | None:
         """Return why a module cannot be changed; None if it can, or if the node calls no module."""
@@ -139,9 +159,9 @@ class GraphInfo:
             return None
         if is_hooked(module):
             return "it has hooks"
-        if not any(True for _ in (*module.parameters(), *module.buffers())):
+        if not _has_channels(module):
             return None
-        if self._calls[id(module)] > 1:
+        if id(module) in self._refused or (self.is_called_again(node) and not _may_be_called_again(module)):
             return "it is called more than once"
         if any(id(parameter) in self._shared for parameter in module.parameters()):
             return "it shares parameters with another module"
@@ -343,6 +363,20 @@ def rank(node: fx.Node) -> int:
 def is_depthwise(module: Any) -> bool:
     """Return whether each channel has a filter of its own."""
     return type(module) in CONVOLUTIONS and 1 < module.groups == module.in_channels == module.out_channels
+
+
+def _has_channels(module: Any) -> bool:
+    """Return whether a module has parameters, buffers or groups for channels."""
+    if isinstance(module, nn.GroupNorm) or (type(module) is nn.PReLU and module.num_parameters == 1):
+        return isinstance(module, nn.GroupNorm)
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def _may_be_called_again(module: Any) -> bool:
+    """Return whether channels may be removed from all calls of a module together."""
+    if type(module) in CONVOLUTIONS:
+        return module.groups == 1
+    return type(module) in (*TRANSPOSED, *NORMS, nn.Linear, nn.PReLU)
 
 
 def _is_cat_of_channels(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ def test_fewer_channels_are_timed(
 
     monkeypatch.setattr(layer_time, "seconds_of", seconds_of)
     monkeypatch.setattr(layer_time, "seconds_of_layer", seconds_of_layer)
-    time = time_layer(module, kind)
+    time = time_layer(module, [kind])
     assert time.inputs.tolist() == inputs
     assert time.filters.tolist() == filters
     assert (np.diff(time.seconds, axis=0) >= 0).all()
