@@ -66,6 +66,19 @@ def test_dead_filters_before_a_normalisation_go(norm: dict[str, Any], biased: bo
     same(sparsity.load(tmp_path), model, *images())
 
 
+def test_a_normalisation_stays_if_the_layer_that_reads_it_is_called_again() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.depthwise(x).permute(0, 2, 3, 1)
+        return net.reader(net.norm(y)) + net.reader(torch.tanh(y))
+
+    layers = {"depthwise": nn.Conv2d(9, 9, 3, padding=1, groups=9), "norm": nn.LayerNorm(9), "reader": nn.Linear(9, 4)}
+    model = Network(function, **layers).double().eval()
+    model.depthwise.weight.data[:6] = 0
+    smaller, report = compacted(model, *images())
+    assert "model" not in report.notes
+    assert type(smaller.norm) is nn.LayerNorm
+
+
 def test_normalisations_stay_where_fewer_channels_do_not_pay() -> None:
     for dead in (0, 1, 2, 9):
         smaller, _ = compacted(Block(9, dead), *images())

@@ -122,7 +122,7 @@ NOTED: dict[str, tuple[Callable[..., object], dict[str, nn.Module], dict[str, st
         {"groups": "more than once"},
     ),
     "a layer that is called on an image without a batch as well": (
-        lambda net, x: (net.middle(net.first(x)), net.middle(net.first(x[:1]).squeeze(0))),
+        lambda net, x: (net.last(net.middle(net.first(x))), net.middle(net.first(x[:1]).squeeze(0))),
         {},
         {"middle": "no batch", "getitem": "nothing is known", "squeeze": "nothing is known"},
     ),
@@ -282,6 +282,16 @@ def test_channels_vanish_together(name: str) -> None:
     assert network.get_submodule("last").weight.shape[1] == left
 
 
+def test_groups_of_a_norm_stay_whole() -> None:
+    """Channels that nothing reads change the mean and variance of their group."""
+    model = nn.Sequential(convolution(3, 8), nn.GroupNorm(4, 8), convolution(8, 4)).double().eval()
+    model[2].weight.data[:, :3] = 0
+    network, report = compacted(model, *IMAGES)
+    assert not report.notes
+    assert network.get_submodule("1").num_groups == 3
+    assert network.get_submodule("0").weight.shape[0] == 6
+
+
 def attended(net: Network, x: Tensor) -> Tensor:
     """Attend to channels as CBAM does, by the same layers for means and maxima."""
     y = functional.relu(net.first(x))
@@ -329,6 +339,19 @@ def test_layers_that_are_called_again(name: str, seed: int) -> None:
     assert report.macs_executed < report.macs_before
     network, _ = sparsity.compact(model, IMAGES[0], cost="macs")
     assert report.macs_executed == macs_of(network, IMAGES[:1])
+
+
+def test_constants_are_folded_only_if_all_calls_read_them() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.first(x)
+        return net.last(net.middle(y) * net.middle(y + net.shift))
+
+    shift = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1]).reshape(1, 8, 1, 1)
+    model = Network(function, **chain(), shift=shift).double().eval()
+    model.first.weight.data[4:] = 0
+    network, report = compacted(model, *IMAGES)
+    assert not report.notes
+    assert network.get_submodule("middle").weight.shape[1] == 6  # one constant for three, and one that differs
 
 
 def test_channels_vanish_with_attention_of_published_code() -> None:

@@ -196,15 +196,14 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
 
 def _of_all_calls(channels: Channels, node: fx.Node, source: Value) -> Value:
     """Return the channels of a module's result, which are kept or removed together in all of its calls."""
-    module, sets = channels.info.module(node), channels.sets
+    module = channels.info.module(node)
     if channels.role(node) is Role.CONVOLUTION:
         before = channels.constants_read.get(module, source.constants)
         source = Value(source.ids, np.where(before == source.constants, before, np.nan))
         channels.constants_read[module] = source.constants
     result = _of_one_source(channels, node, source)
     for first, value in zip(channels.first_calls.setdefault(module, (source, result)), (source, result), strict=True):
-        sets.unite(first.ids, value.ids)
-        sets.ordered.update(value.ids.tolist())
+        channels.sets.unite(first.ids, value.ids)
     return result
 
 

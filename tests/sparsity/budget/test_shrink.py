@@ -82,6 +82,11 @@ def twice(net: Any, x: Tensor) -> Tensor:
     return net.again(F.relu(net.again(net.inner(F.relu(net.first(x))))))
 
 
+def of_two_sizes(net: Any, x: Tensor) -> list[Tensor]:
+    y = F.relu(net.first(x))
+    return [net.last(F.relu(net.norm(net.head(each)))) for each in (y, F.avg_pool2d(y, 2))]
+
+
 def time_first(net: Any, x: Tensor) -> Tensor:
     """Reads (batch, time, features)."""
     return net.last(F.relu(net.middle(net.first(x.transpose(0, 1)))).mean(0))
@@ -113,6 +118,17 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
         0.3,
     ),
     "called twice": (Network(twice, first=conv(3, 64, 0), inner=conv(64, 16, 0), again=conv(16, 16)), IMAGES_OF_8, 0.8),
+    "heads": (
+        Network(of_two_sizes, first=conv(3, 32), head=conv(32, 24), norm=nn.BatchNorm2d(24), last=conv(24, 4)),
+        IMAGES_OF_8,
+        0.3,
+    ),
+    "group norms": (between(nn.GroupNorm(8, 32)), IMAGES_OF_8, 0.3),
+    "pixels made from channels": (
+        nn.Sequential(conv(3, 16), nn.ReLU(), conv(16, 48), nn.PixelShuffle(2), nn.ReLU(), conv(12, 3)),
+        IMAGES_OF_8,
+        0.3,
+    ),
     "time first": (Network(time_first, **LINEAR), torch.randn(2, 20, 8), 0.8),
     "product": (Network(squared, first=conv(3, 32, 0), inner=conv(32, 6, 0)), IMAGES_OF_8, 0.8),
     "norms of the batch at hand": (between(OF_THE_BATCH[0]), IMAGES_OF_8, 0.25),
@@ -127,6 +143,19 @@ STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
     ),
     "unread": (Network(unread, first=conv(3, 16), last=conv(16, 10, 0), unread=nn.Conv2d(16, 10, 1)), IMAGES_OF_8, 0.5),
 }
+
+
+def test_layers_cost_as_often_as_they_are_called() -> None:
+    model, x, _ = STRUCTURES["heads"]
+    structure = structure_of(model, [x], "half", "rings")
+    head = next(layer for layer in structure.layers if layer.name == "head")
+    assert [kind["shape"] for kind in head.inputs] == [(2, 32, 8, 8), (2, 32, 4, 4)]
+    assert not head.rings.any()  # one module computes both calls, whatever size the filters have
+    lost = by_norm(structure)
+    assert structure.problem("macs", lost, dict.fromkeys(lost, 1)).whole_cost * 2 * len(x) == flops(model, x)
+    assert structure.macs_elsewhere == 0
+    parameters = sum(p.numel() for p in model.parameters())
+    assert structure.problem("parameters", lost, dict.fromkeys(lost, 1)).whole_cost == parameters
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
