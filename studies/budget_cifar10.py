@@ -2,6 +2,7 @@
 
     python -m studies.budget_cifar10 --data DIR      takes many hours on one core; adds to studies/results/
     python -m studies.budget_cifar10 --data DIR --images 10000      takes some two hours
+    python -m studies.budget_cifar10 --data DIR --images 10000 --attention --runs runs/budget_attention
     python -m studies.budget_cifar10 --data DIR --time      then measures latencies, on a CPU that is quiet
 
 All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
@@ -12,6 +13,8 @@ are those of the CPU.
 Ways that are *distilled* learn the outputs of the dense network as well, which has been trained for all epochs with the
 same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
 networks learn from it in all epochs, those that are pruned at the cut in the epochs after it.
+
+With ``--attention``, each residual branch ends with attention to channels.
 """
 
 import copy
@@ -26,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
@@ -36,6 +39,7 @@ from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.models import ResidualBlock
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.train import make_budget, make_model, make_optimizer, measure_accuracies
 from loco_ext.folders import owned
@@ -54,6 +58,19 @@ PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
 CPU = torch.device("cpu")
 
 
+class Attention(nn.Module):
+    """Attention to channels of CBAM (Woo et al., 2018, eq. 2): two layers see the means and the maxima of channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        hidden = max(4, channels // 4)
+        self.gate = nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x.mean((2, 3))) + self.gate(x.amax((2, 3)))
+        return x * torch.sigmoid(gates)[:, :, None, None]
+
+
 @dataclass(frozen=True)
 class Study:
     """The training that all networks have in common."""
@@ -63,6 +80,7 @@ class Study:
     model: str
     epochs: int
     device: torch.device = CPU
+    attention: bool = False
 
     def training(self, seed: int = 0, width: float = 1.0) -> settings.Settings:
         values = {"model": self.model, "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
@@ -82,6 +100,8 @@ class Study:
         network = make_model(self.training(seed, width), self.dataset)
         torch.manual_seed(seed)
         for name, module in list(network.named_modules()):
+            if self.attention and isinstance(module, ResidualBlock):
+                module.residual.append(Attention(module.residual[-1].num_features))  # type: ignore[arg-type]
             if not isinstance(module, nn.Conv2d):
                 continue
             options: dict[str, Any] = {"bias": False}
@@ -410,16 +430,19 @@ def main(
     images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 50_000,
     ways: Annotated[str, typer.Option(help="Ways to train, separated by semicolons; all if empty.")] = "",
     device: Device = "cpu",
+    attention: Annotated[bool, typer.Option(help="Residual branches end with attention to channels.")] = False,
     time: Annotated[bool, typer.Option("--time", help="Time the trained networks, on the CPU; train none.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
-    study = Study(load("cifar10", data).first(images), runs, model, epochs, CPU if time else torch.device(device))
-    out = out or tables.RESULTS / f"budget_cifar10-{model}-{images}-{epochs}.json"
+    trained_on = CPU if time else torch.device(device)
+    study = Study(load("cifar10", data).first(images), runs, model, epochs, trained_on, attention)
+    name = f"budget_cifar10-{model}-{images}-{epochs}{'-attention' if attention else ''}.json"
+    out = out or tables.RESULTS / name
     chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
     if unknown := [way for way in chosen if way not in WAYS]:
         raise typer.BadParameter(f"ways: expected some of {list(WAYS)}, got {unknown}")
-    facts = {"settings": asdict(study.training()), "training_samples": images}
+    facts = {"settings": asdict(study.training()), "training_samples": images, "attention": attention}
     results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
 
     with owned(runs):

@@ -355,7 +355,8 @@ def budget_cifar10(report: Record) -> list[Table]:
         row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["networks"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
-        f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
+        f"CIFAR-10, {settings['model']}{' with attention' if report.get('attention') else ''}, "
+        f"{report['training_samples']:,} training images, {settings['epochs']} epochs: "
         "test error in percent, mean over runs; paired differences from uniform width (distilled if the way is, "
         f"from the dense network for 100%) and from {PEER}, mean and standard error, of one pair the difference; MACs "
         "and latency of the compacted network over those of the dense one"
