@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,6 +30,7 @@ from loco_ext.regularizers.affine import AffineCall, AffineRule, NotPiecewiseLin
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
+_COMPARED = WeakSet[nn.Module]()  # models whose graph has been compared with them
 _LEAST_DIRECTIONS = 32  # from so many on, selecting the live units of each sample saves time
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
@@ -111,6 +113,15 @@ class FrozenNetwork:
                 f"model: expected one that torch.fx can trace, got {type(model).__name__}, whose graph returns other "
                 "numbers; its code may ask whether a value is a tensor"
             )
+
+    def check_result_once(self, x: Tensor) -> None:
+        """Do as :meth:`check_result`, unless a graph of the model has been compared before."""
+        model = None if self._unchecked is None else self._unchecked[0]
+        if model is None or model in _COMPARED or not len(x):
+            return
+        self.check_result(x)
+        if self._unchecked is None:
+            _COMPARED.add(model)
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
         bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)

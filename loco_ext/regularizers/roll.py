@@ -94,6 +94,7 @@ class ROLL:
         network, x = checked_network(model, x), constant(x)
         with ieee_arithmetic(x.device):
             frozen = Frozen(network, x)
+            network.check_result_once(x[:1])
             terms = self._terms(frozen, self._squared_norms(frozen, x))
         if not terms.numel():
             return x.new_zeros(())

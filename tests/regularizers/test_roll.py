@@ -54,6 +54,19 @@ def test_losses_are_those_of_a_loop_over_units(name):
         assert_close(regularizers.MarginLoss(1.5, p)(model, x), parts)
 
 
+@pytest.mark.parametrize("loss", [regularizers.ROLL(1.0, 0.5), regularizers.MarginLoss(1.0)])
+def test_losses_refuse_a_model_whose_graph_is_another(loss):
+    class AskingForTensors(nn.Module):
+        def forward(self, x):
+            return torch.relu(x + 1 if isinstance(x, torch.Tensor) else x)
+
+    model, x = AskingForTensors(), torch.randn(3, 4)
+    loss(model, x[:0])
+    for _ in range(2):
+        with pytest.raises(regularizers.NotPiecewiseLinearError, match="whose graph returns other numbers"):
+            loss(model, x)
+
+
 def test_random_probes_are_unbiased_for_roll_and_its_gradient():
     model, x = piecewise.network("cnn", 2, 7)
     exact = regularizers.ROLL(1.0, 0.5, probes="exact")(model, x)
