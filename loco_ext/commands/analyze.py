@@ -105,8 +105,14 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
     """
     names = {}
     for path in paths:
-        parts = Path(path).with_suffix("").parts
+        parts = _without_suffix(path).parts
         ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        others = [str(Path(other).with_suffix("")) for other in paths if other != path]
+        others = [str(_without_suffix(other)) for other in paths if other != path]
         names[path] = next((end for end in ends if not any(f"/{o}".endswith(f"/{end}") for o in others)), path)
     return names
+
+
+def _without_suffix(path: str) -> Path:
+    """Return the path of a folder, whose name may have dots, or that of a file without its suffix."""
+    found = Path(path)
+    return found if found.is_dir() else found.with_suffix("")

@@ -8,6 +8,7 @@ from PIL import Image, ImageOps
 
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.samples import Samples
+from loco_ext.input import open_regular
 from loco_ext.nn.free_memory import free_memory
 from loco_ext.output import progress_bar
 
@@ -75,13 +76,14 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
 
 def _images(folder: Path) -> list[Path]:
     """Return the files of a class that are images by their names, in all folders below that are not hidden."""
-    found = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES)
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES and not path.is_dir())
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _read(path: Path, size: int) -> np.ndarray:
     """Return the pixels of one image, uint8 [size, size, 3], with its EXIF orientation applied."""
     try:
+        open_regular(path).close()
         with Image.open(path) as image:
             mode = image.mode
             upright = ImageOps.exif_transpose(image).convert("RGB")

@@ -271,11 +271,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load the weights of a file into ``model``, see :func:`loco_ext.foreign_checkpoints.read_checkpoint`.
 
     Raises:
-        CheckpointError: the file cannot be read, or its names or shapes are those of another network.
+        CheckpointError: the file cannot be read, its names or shapes are those of another network, or its parameters
+            are not finite floating-point numbers, which copying them into the model would not tell.
     """
     prefix, _ = without_wrappers(model.state_dict())
+    weights = {prefix + name: value for name, value in read_checkpoint(path).items()}
+    for name, parameter in model.named_parameters():
+        value = weights.get(name, parameter)
+        if parameter.is_floating_point() and not value.is_floating_point():
+            raise CheckpointError(f"{path}: expected floating-point numbers in {name!r}, got {value.dtype}")
+        if not value.to(parameter.dtype).isfinite().all():
+            raise CheckpointError(f"{path}: expected finite numbers in {name!r}, got NaN or infinity")
     try:
-        model.load_state_dict({prefix + name: value for name, value in read_checkpoint(path).items()})
+        model.load_state_dict(weights)
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise CheckpointError(f"{path}: weights of another network: {lines[-1].strip()}") from error

@@ -19,7 +19,7 @@ class ModelError(UserError, ValueError):
 
 
 def own_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
-    """Return the network built by a function, after checking that it returns logits for two images.
+    """Return the network built by a function, after checking its logits for two images and its state dict.
 
     Args:
         name: ``MODULE:FUNCTION``; modules in the working directory are found too. The function is called with
@@ -44,6 +44,11 @@ def own_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
             f"model: expected logits of shape {(2, classes)} from {name} for two images of {channels}x{size}x{size}, "
             f"got {found}"
         )
+    for key, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"model: expected tensors in the state dict of {name}, got {type(value).__name__} at {key!r}"
+            )
     return model.train()
 
 

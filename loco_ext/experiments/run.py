@@ -3,7 +3,7 @@
     settings.json      the settings, the machine's relevant properties, commit and versions
     metrics.jsonl      one line per epoch; numbers that are not finite are null
     checkpoint.pt      weights, optimizer and metrics after the last epoch: torch.load(..., weights_only=True)
-    model.safetensors  the weights after all epochs
+    model.safetensors  the weights after all epochs; it is removed when a finished run goes on for more
     .lock              held by the process that writes, see loco_ext.folders
 
 Every file is replaced atomically. A run killed at any moment resumes from its last complete epoch to the same numbers,
@@ -77,7 +77,8 @@ def run(
             epoch's metrics. If the run is killed before the epoch is saved, it is called for that epoch again and
             writes its files once more.
         finite: stop after an epoch whose loss is not finite, and keep the checkpoint of the epoch before.
-        after_epoch: called in the first process with the metrics of each epoch after it is saved.
+        after_epoch: called in the first process with the metrics of each epoch before it is saved; like ``measure``, it
+            may be called again for an epoch.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -110,8 +111,8 @@ def run(
                 _check_finite(epoch, out)
             history.append(replace(epoch, measures=measure(epoch.epoch)))
             if processes.first:
-                _save(out, settings, facts, parts, history)
                 after_epoch(history[-1])
+                _save(out, settings, facts, parts, history)
 
         options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
         options |= {"budget": budget, "teacher": taught_by}
@@ -177,6 +178,7 @@ def _save(
 ) -> None:
     states = {name: part.state_dict() for name, part in parts.items()}
     epochs = [asdict(epoch) for epoch in history]
+    (out / WEIGHTS).unlink(missing_ok=True)  # they are of fewer epochs, if the run goes on for more
     save_checkpoint(out / CHECKPOINT, {"settings": asdict(settings), **facts, **states, "history": epochs})
     _write_metrics(out, history)
 

@@ -21,6 +21,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError, budget_of
 from loco_ext.foreign_checkpoints import without_wrappers
+from loco_ext.fx.modules import unwrapped
 from loco_ext.output import progress_bar
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.regularizers import PILCRO, data_smoothness
@@ -71,8 +72,11 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
         data: data set whose image size the penalty "complexity" needs; no other setting needs it.
 
     Raises:
-        SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
+        SettingsError: the locality names a layer that the model lacks, or does not fit a kernel; all parameters of the
+            model are frozen.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingsError(f"model: expected one with parameters to train, got {settings.model}, which has none")
     (prefix, _), own = without_wrappers(model.state_dict()), dict(model.named_modules())
     layers = (
         # The command analyze leaves the prefix out of names.
@@ -89,7 +93,7 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
             return optim.SGD(groups, momentum=settings.momentum, **options)
         return {"adam": optim.Adam, "adamw": optim.AdamW}[settings.optimizer](groups, **options)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"locality: {error}") from error
+        raise SettingsError(f"locality: {str(error).removeprefix('locality: ')}") from error
 
 
 def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = None) -> Callable[[], Tensor] | None:
@@ -145,6 +149,9 @@ def make_budget(
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "granularity", "round_to")}
     options |= {chosen[0]: chosen[1], "example_inputs": data.blank(processes.device, samples)}
+    weights = {name: getattr(module, "weight", None) for name, module in unwrapped(model).named_modules()}
+    # Layers that do not train have no gradients, by which their filters could be compared.
+    options["skip"] = [name for name, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
     try:
         return Budget(model, optimizer, begin=begin, end=end + 1, **options)
     except ValueError as error:

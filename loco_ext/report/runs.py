@@ -28,6 +28,7 @@ from loco_ext.output import json_text
 
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # errors that wrong content of a file raises
 EPOCH = ("epoch", "learning_rate", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
+LARGEST = 1e300  # matplotlib cannot draw numbers near the largest float
 
 
 class RunError(UserError, ValueError):
@@ -161,6 +162,8 @@ def _read_epochs(path: Path) -> list[Record]:
 def _number(value: Any) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"expected a number, found {value!r}")
+    if value is not None and not abs(value) <= LARGEST:
+        raise ValueError(f"expected a finite number, at most {LARGEST:g}, found {value!r}")
     return value
 
 

@@ -124,6 +124,15 @@ def test_people_get_table_4_by_kernel_size_and_the_factors(tmp_path, capsys):
         assert text in printed
 
 
+def test_folders_are_named_by_their_whole_names(tmp_path, capsys, monkeypatch):
+    (tmp_path / "lr0.1").mkdir()
+    write(tmp_path / "lr0.1" / "model.safetensors", make_model(), "safetensors")
+    for place, name in ((tmp_path, "lr0.1"), (tmp_path / "lr0.1", ".")):
+        monkeypatch.chdir(place)
+        assert main(["analyze", name, "--out", "analysis"]) == 0
+        assert f"│ {name} " in capsys.readouterr().out
+
+
 def test_layers_left_uniform_are_said(tmp_path, capsys):
     torch.manual_seed(0)
     path = write(tmp_path / "model.pt", nn.Sequential(nn.Conv2d(8, 8, 3)), "torch")

@@ -27,6 +27,12 @@ def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content)
     assert "locality.json: expected JSON with an entry 'locality'" in capsys.readouterr().err
 
 
+def test_factors_that_are_none_are_said_once_to_be_of_the_locality(tmp_path, capsys):
+    assert main([*GOOD, "--locality", "nan", "--out", str(tmp_path / "run")]) == 2
+    said = "loco-ext: --locality: expected finite factors of at least 0, got (nan,)\n"
+    assert capsys.readouterr().err == said
+
+
 def test_options_reach_the_settings(tmp_path, capsys):
     path = tmp_path / "analysis.json"
     path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
@@ -66,6 +72,24 @@ def test_a_run_starts_from_given_weights(tmp_path, capsys):
     # The second run continues from the same weights only.
     assert main([*line, "--resume"]) == 2
     assert "--weights: expected " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight.to(torch.int8), "expected floating-point numbers in '3.weight', got torch.int8"),
+        (lambda weight: weight.cfloat(), "expected floating-point numbers in '3.weight', got torch.complex64"),
+        (lambda weight: weight / 0, "expected finite numbers in '3.weight', got NaN or infinity"),
+        (lambda weight: weight.double() + 1e300, "expected finite numbers in '3.weight', got NaN or infinity"),
+    ],
+    ids=["integer", "complex", "NaN", "too large"],
+)
+def test_weights_that_would_change_when_they_are_copied_are_refused(tmp_path, capsys, change, said):
+    weights = small_cnn().state_dict()
+    torch.save(weights | {"3.weight": change(weights["3.weight"])}, tmp_path / "weights.pt")
+    assert main([*GOOD, "--out", str(tmp_path / "run"), "--weights", str(tmp_path / "weights.pt")]) == 2
+    assert capsys.readouterr().err == f"loco-ext: --weights: {tmp_path / 'weights.pt'}: {said}\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_is_the_network_of_a_run_or_the_same_network(tmp_path, capsys):

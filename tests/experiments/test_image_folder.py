@@ -1,6 +1,7 @@
 """Folders of the user's own images: the files that are read, their pixels, and errors for unreadable ones."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     (folder / "train" / "cat" / ".hidden.png").write_text("")
     write(folder / "train" / "cat" / ".thumbnails" / "deep" / "g.png", pixels)
     (folder / "train" / "cat" / "notes.txt").write_text("")
+    (folder / "train" / "cat" / "folder.png").mkdir()
     write(folder / "test" / "cat" / "f.png", pixels)  # val takes precedence over test
     found = data.load("folder", folder, 4)
     assert found.class_names == ("ant", "cat")
@@ -106,6 +108,12 @@ def test_what_cannot_be_read_is_named(folder, name, content, said):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content) if isinstance(content, bytes) else write(path, content)
     with pytest.raises(DataError, match=said):
+        data.load("folder", folder)
+
+
+def test_a_pipe_is_named_and_not_waited_for(folder):
+    os.mkfifo(folder / "train" / "cat" / "pipe.png")
+    with pytest.raises(DataError, match=r"train/cat/pipe\.png: cannot be read as an image: .*expected a regular file"):
         data.load("folder", folder)
 
 

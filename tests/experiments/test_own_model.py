@@ -18,6 +18,11 @@ def number():
     return 3
 def fails(**options):
     raise RuntimeError(f"no network of {options['num_classes']} classes")
+class Counted(nn.Sequential):
+    def get_extra_state(self):
+        return {"steps": 0}
+def counted(num_classes):
+    return Counted(nn.Flatten(), nn.Linear(48, num_classes))
 """
 
 
@@ -43,6 +48,7 @@ def test_the_function_is_called_with_the_classes_if_it_takes_them(module):
         ("my_networks:fixed", r"expected logits of shape \(2, 5\) .* for two images of 3x4x4, got \(2, 7\)"),
         ("my_networks:number", "expected a torch.nn.Module from my_networks:number, got int"),
         ("my_networks:fails", r"RuntimeError: no network of 5 classes \(my_networks.py, line 10\)"),
+        ("my_networks:counted", "expected tensors in the state dict of .*, got dict at '_extra_state'"),
         ("my_networks:absent", "found no function 'absent' in my_networks"),
         ("nowhere_at_all:make", "ModuleNotFoundError"),
     ],

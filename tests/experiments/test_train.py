@@ -230,6 +230,25 @@ def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
         assert (sizes == {"3x3"}) == (granularity == "filters")
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["alone", "wrapped"])
+def test_a_budget_leaves_frozen_layers_whole(tmp_path, wrap):
+    setting = quick(macs=0.6)
+    model = make_model(setting, few_digits())
+    first = model[0].weight.requires_grad_(False)
+    before = first.clone()
+    run.run(setting, few_digits(), tmp_path, CPU, model=wrap(model))
+    assert torch.equal(first, before)
+    _, report = sparsity.compact(model, torch.zeros(2, 1, 8, 8), cost="macs")
+    assert report.macs_after <= 0.6 * report.macs_before
+
+
+def test_a_network_without_parameters_to_train_is_named(tmp_path):
+    model = make_model(quick(), few_digits()).requires_grad_(False)
+    with pytest.raises(SettingsError, match=r"^model: expected one with parameters to train, got small"):
+        run.run(quick(), few_digits(), tmp_path, CPU, model=model)
+    assert not any(tmp_path.iterdir())
+
+
 def test_runs_of_earlier_versions_are_resumed_with_what_they_had(tmp_path):
     """They may have recorded whether the penalty is folded where that was not chosen, and lack the rounding."""
     rings, budget = quick(penalty="rings", strength=0.1), asdict(quick(macs=0.5))
@@ -266,6 +285,25 @@ def test_a_run_may_go_on_for_more_epochs(tmp_path):
     longer = run.run(steps(3, 1, 2), few_digits(), tmp_path / "longer", CPU, resume=True)
     assert figures(longer) == figures(whole)
     assert json.loads((tmp_path / "longer" / "settings.json").read_text())["settings"]["epochs"] == 3
+
+
+def test_no_epoch_is_left_out_after_a_kill(tmp_path):
+    seen, setting = [], quick(epochs=3)
+    with killed_after(2):
+        run.run(setting, few_digits(), tmp_path, CPU, after_epoch=seen.append)
+    history = run.run(setting, few_digits(), tmp_path, CPU, resume=True, after_epoch=seen.append)
+    assert seen == history
+
+
+def test_a_run_that_goes_on_has_no_weights_of_fewer_epochs(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    run.run(quick(epochs=1), few_digits(), tmp_path, CPU)
+    with killed_after(2):
+        run.run(quick(epochs=3), few_digits(), tmp_path, CPU, resume=True)
+    assert not weights.exists()
+    run.run(quick(epochs=3), few_digits(), tmp_path, CPU, resume=True)
+    saved, trained = load_file(weights), load_checkpoint(tmp_path / "checkpoint.pt")["model"]
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())
 
 
 class Elsewhere(Processes):

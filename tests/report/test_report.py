@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -274,6 +275,18 @@ def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
     (row,) = page.tables["Runs"][0][1:]
     assert row[0].endswith("runs/seed0")
     assert all(text in page.text for text in said)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e308", "1" + "0" * 400], ids=["NaN", "inf", "large", "integer"])
+@pytest.mark.parametrize("name", ["seconds", "test_loss"])
+def test_a_number_that_cannot_be_shown_leaves_out_only_its_run(runs, tmp_path, capsys, name, value):
+    shutil.copytree(runs / "seed1", tmp_path / "broken")
+    file = tmp_path / "broken" / "metrics.jsonl"
+    file.write_text(re.sub(f'(?<="{name}": )[^,]+', value, file.read_text()))
+    assert main(["report", str(tmp_path), str(runs / "seed0"), "--out", str(tmp_path / "page.html")]) == 0
+    assert f"left out: {tmp_path / 'broken'}: " in capsys.readouterr().err
+    (row,) = Page(tmp_path / "page.html").tables["Runs"][0][1:]
+    assert row[0].endswith("runs/seed0")
 
 
 def test_only_a_report_is_replaced(runs, tmp_path, capsys):
