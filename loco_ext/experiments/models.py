@@ -6,7 +6,7 @@ normalisation.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,12 +270,14 @@ def fully_connected(sizes: list[int], classes: int) -> nn.Sequential:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load the weights of a file into ``model``, see :func:`loco_ext.foreign_checkpoints.read_checkpoint`.
 
+    The file may be of a module that has the network as an attribute, as Lightning's modules do.
+
     Raises:
         CheckpointError: the file cannot be read, its names or shapes are those of another network, or its parameters
             are not finite floating-point numbers, which copying them into the model would not tell.
     """
-    prefix, _ = without_wrappers(model.state_dict())
-    weights = {prefix + name: value for name, value in read_checkpoint(path).items()}
+    prefix, own = without_wrappers(model.state_dict())
+    weights = {prefix + name: value for name, value in _without_attribute(read_checkpoint(path), own.keys()).items()}
     for name, parameter in model.named_parameters():
         value = weights.get(name, parameter)
         if parameter.is_floating_point() and not value.is_floating_point():
@@ -287,6 +289,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise CheckpointError(f"{path}: weights of another network: {lines[-1].strip()}") from error
+
+
+def _without_attribute(weights: dict[str, Tensor], names: Set[str]) -> dict[str, Tensor]:
+    """Return the weights without the first part of all their names, if that gives just the names of the network."""
+    inner = {name.partition(".")[2]: value for name, value in weights.items()}
+    attributes = {name.partition(".")[0] for name in weights}
+    return inner if len(attributes) == 1 and inner.keys() == names else weights
 
 
 def digest(model: nn.Module) -> str:

@@ -252,6 +252,18 @@ def test_a_network_whose_own_module_has_a_wrappers_name_is_trained_on_from_its_w
         assert factors["4"] in optimizer.param_groups[0]["locality"]
 
 
+def test_weights_of_a_module_that_has_the_network_as_an_attribute_are_loaded(tmp_path):
+    """A network whose own names all begin alike keeps them."""
+    for network in (make_model, lambda seed: nn.Sequential(OrderedDict(net=make_model(seed)))):
+        first, second, third = map(network, range(3))
+        lightning = {f"net.{name}": value for name, value in first.state_dict().items()}
+        torch.save({"state_dict": lightning, "epoch": 3}, tmp_path / "m.ckpt")
+        load_weights(second, tmp_path / "m.ckpt")
+        load_weights(third, write(tmp_path / "m.pt", first, "torch"))
+        for loaded in (second, third):
+            assert all(torch.equal(a, b) for a, b in zip(first.parameters(), loaded.parameters(), strict=True))
+
+
 def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):
     one = write(tmp_path / "one.pt", make_model(), "torch")
     other = write(tmp_path / "other.pt", nn.Sequential(nn.Conv2d(3, 8, 3)), "torch")
