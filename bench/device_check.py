@@ -40,6 +40,7 @@ GPU_TESTS = {
     "penalty": "tests/optim/test_cuda_penalty.py",
     "ring_prox": "tests/ring_prox/test_gpu.py",
     "block_sparse": "tests/block_sparse/test_triton_gpu.py",
+    "landscape": "tests/landscape/test_gpu.py tests/regularizers/test_gpu.py",
 }
 ON_THE_CPU = "cuda_kernels_on_the_cpu"
 GPU_MODULES = " ".join(GPU_TESTS.values())

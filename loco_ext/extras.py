@@ -17,11 +17,12 @@ def need(part: str, packages: dict[str, str], extra: str = "demo") -> None:
         packages: names of modules, mapped to the packages that contain them.
         extra: the extra that installs them all.
     """
-    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    missing = {module: package for module, package in packages.items() if find_spec(module) is None}
     if missing:
         raise MissingExtraError(
-            f"{part} needs {', '.join(missing)}: install them with `{install_command(extra)}` in the folder of "
-            "loco_ext's sources"
+            f"{part} needs {', '.join(missing.values())}: install them with `{install_command(extra)}` in the folder "
+            "of loco_ext's sources",
+            name=next(iter(missing)),
         )
 
 

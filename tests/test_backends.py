@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ import loco_ext
 from loco_ext import ops
 from loco_ext.ops import backends
 from loco_ext.reference import optim_step as reference
+from tests.triton_runs import needs_triton
 
 HYPER = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
 
@@ -91,8 +92,8 @@ def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(arc
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
-    """Return a function that chooses a family's backend twice, on a GPU of capability 7.5, and returns the warnings."""
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, list[str]]]]:
+    """Yield a function that chooses a family's backend twice, on a GPU of capability 7.5, and returns the warnings."""
 
     def choose(family: str, built_for: str | None, triton: bool) -> tuple[str, list[str]]:
         library = built_for and SimpleNamespace(build_info=lambda: {"architectures": built_for})
@@ -100,15 +101,15 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str
         monkeypatch.setattr(backends, "cuda_library_error", None if built_for else "not built")
         monkeypatch.setattr(backends, "_has_triton", lambda: triton)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        for cached in (backends._lacks_code, backends._warn_once):
+        for cached in (backends._lacks_code.__wrapped__, backends._warn_once):
             cached.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             (chosen,) = {backends.choose(family, torch.device("cuda", 0)) for _ in range(2)}
-        backends._lacks_code.cache_clear()
         return chosen, [str(warning.message) for warning in caught]
 
-    return choose
+    yield choose
+    backends._lacks_code.__wrapped__.cache_clear()
 
 
 def test_a_gpu_that_the_library_has_no_code_for_runs_other_kernels_after_one_warning(on_gpu):
@@ -118,6 +119,23 @@ def test_a_gpu_that_the_library_has_no_code_for_runs_other_kernels_after_one_war
         assert chosen == runs
         assert "code for 8.0;9.0+PTX, not for 7.5 as cuda:0 needs" in warning
     assert on_gpu("optim_step", None, triton=True) == ("triton", [])
+
+
+@needs_triton
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_torch_compile_chooses_the_kernels_of_gpus_without_a_warning(on_gpu, monkeypatch):
+    def choose(x: torch.Tensor, family: str) -> torch.Tensor:
+        return x + backends.NAMES.index(backends.choose(family, torch.device("cuda", 0)))
+
+    has_triton = backends._has_triton
+    on_gpu("optim_step", "7.5", triton=True)
+    monkeypatch.setattr(backends, "_has_triton", has_triton)
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [compiled(torch.zeros(()), family).item() for family in ("optim_step", "block_sparse")]
+    assert [backends.NAMES[int(place)] for place in found] == ["native", "triton"]
 
 
 @pytest.mark.parametrize(("family", "names"), [("block_sparse", "triton"), ("optim_step", "not built")])

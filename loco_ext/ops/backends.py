@@ -127,9 +127,8 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
     return None
 
 
-# torch.compile traces neither of the following, and ignores the caches of functions.
-@cache
 @assume_constant_result
+@cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -139,8 +138,8 @@ def forced() -> str | None:
     return _choice.forced
 
 
-@cache
 @assume_constant_result
+@cache
 def _lacks_code(device: torch.device) -> str | None:
     """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
     if cuda_library is None or (device.index is None and not torch.cuda.is_available()):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_memory, check_tensor
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import autocast, backends, transforms
@@ -93,7 +94,7 @@ def block_sparse_matmul(
         _check_consume(consume)
         consumer = _Consumer(consume, pattern)
     indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
-    if (torch.jit.is_tracing() or torch.compiler.is_exporting()) and consumer is None:
+    if (torch.jit.is_tracing() or compiler.is_exporting()) and consumer is None:
         traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
         return traced
     return _product("y", (x, values), values.shape[1], values.dtype, indices, bias, consumer)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext import compiler
 from loco_ext.argument_checks import check_memory
 from loco_ext.ops import backends, transforms
 from loco_ext.ops.joint import group_norms_by, shared_factor
@@ -50,7 +51,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """
     _check_weight("weight", weight)
     _check_rings(weight, rings, count)
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if compiler.is_exporting() or torch.jit.is_tracing():
         norms: Tensor = torch.ops.loco_ext.ring_norms_traced(weight, rings, count)
         return norms
     return _norms(weight, list(rings), count)

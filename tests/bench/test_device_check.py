@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.util import find_spec
+from itertools import chain
 
 import pytest
 
@@ -66,6 +67,8 @@ def test_parts_run_what_there_is(monkeypatch, capsys):
     assert device_check.main([]) == 2
     assert capsys.readouterr().err == "device-check: no GPU here\n"
     assert all((harness.ROOT / module).exists() for module in device_check.GPU_MODULES.split())
+    on_gpus = {family for family, kernels in backends.KERNELS.items() if "cuda" in chain(*kernels.values())}
+    assert on_gpus <= {*device_check.GPU_TESTS}
     assert all(map(find_spec, re.findall(r"-m (bench\.bench_\w+)", " ".join(device_check.PARTS.values()))))
     with pytest.raises(SystemExit) as left:
         exec(device_check.LIBRARIES, {})
@@ -73,7 +76,12 @@ def test_parts_run_what_there_is(monkeypatch, capsys):
 
 
 def test_modules_that_need_a_missing_package_are_skipped_by_name(pytester):
-    pytester.makepyfile(test_a="def test_a(): pass", test_b="import nobody_has_it.part", test_c="import loco_ext.none")
+    pytester.makepyfile(
+        test_a="def test_a(): pass",
+        test_b="import nobody_has_it.part",
+        test_c="import loco_ext.none",
+        test_d="from loco_ext.extras import need; need('a part', {'nobody_has_this': 'its package'})",
+    )
     result = pytester.runpytest_inprocess("-p", "bench.missing_packages", "-rsE", "--continue-on-collection-errors")
-    result.assert_outcomes(passed=1, skipped=1, errors=1)
-    result.stdout.fnmatch_lines(["*needs nobody_has_it", "ERROR test_c.py*"])
+    result.assert_outcomes(passed=1, skipped=2, errors=1)
+    result.stdout.fnmatch_lines(["*needs nobody_has_it", "*needs nobody_has_this", "ERROR test_c.py*"])

@@ -1,66 +1,22 @@
 """Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from bench.ahead_of_time import launches, resources
-from loco_ext.ops.landscape import laplacian_stencil
-from loco_ext.reference import landscape as reference
 from tests.covering import slow
-from tests.tolerances import assert_within_ulps
+from tests.landscape.cases import CASES, GRAD, MEMORY_OF_FAR, assert_is_reference, far_gradients, make_call, run
 from tests.triton_runs import CUDA, compiles, interpret, needs_mmap, needs_triton, reserved
 
 pytestmark = needs_triton
 
-# Results are sums of hundreds of terms, of which the slope cancels some.
-ULPS_OF_SUMS = 2**10
-GRAD = torch.tensor(1.5, dtype=torch.float64)  # of the loss
-
-
-def run(g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
-    from loco_ext.triton_kernels import landscape
-
-    forward = landscape.landscape(g, weights, stencil, target)
-    return *forward, *landscape.landscape_backward(g, weights, forward[-1], grad)
-
 
 def far(axis: int) -> tuple[Tensor, ...]:
-    """Return results and, first, gradients whose rows (``axis`` 2) or pixels (3) lie more than 2^31 elements apart."""
-    shape, strides = (2, 2, 3, 3), [9, 18, 3, 1]
-    strides[axis] = 2**30 + 1
-    gradients = reserved(2**31 + 64, torch.bfloat16).as_strided(shape, strides)
-    gradients.copy_(torch.randn(shape))
-    call = make_call(shape, torch.bfloat16, 3, False)
+    """Return results and, first, gradients far apart."""
+    gradients = far_gradients(axis, reserved(MEMORY_OF_FAR, torch.bfloat16))
+    call = make_call(gradients.shape, torch.bfloat16, 3, False)
     return gradients.contiguous(), *call[1:3], *run(gradients, *call[1:])
-
-
-def make_call(shape: tuple[int, ...], dtype: torch.dtype, width: int, with_target: bool) -> tuple[Tensor | None, ...]:
-    g = torch.randn(shape, dtype=torch.float64).to(dtype)
-    stencil = laplacian_stencil(width) * torch.rand(width, width, dtype=torch.float64)
-    target = torch.rand(shape[2:]) if with_target else None
-    return g, torch.rand(shape[0], dtype=torch.float64), stencil, target, GRAD
-
-
-def assert_is_reference(
-    found: Sequence[Tensor], g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor | None, grad: Tensor
-) -> None:
-    forward = reference.landscape(g, weights, stencil, target)
-    expected = (*forward, *reference.landscape_backward(g, weights, forward[-1], grad))
-    for actual, right in zip(found, expected, strict=True):
-        assert actual.dtype == right.dtype
-        assert_within_ulps(actual, right, ULPS_OF_SUMS, scale=right.abs().max())
-
-
-CASES = {
-    "curvature": ((5, 3, 7, 9), torch.float32, 3, False),
-    "target": ((17, 2, 6, 5), torch.float64, 3, True),
-    "wide stencil, half precision": ((2, 1, 3, 3), torch.bfloat16, 5, False),
-    "one sample, one pixel": ((1, 1, 1, 1), torch.float32, 1, False),
-    "more pixels than a block": ((2, 1, 33, 35), torch.float32, 3, False),
-}
 
 
 @pytest.mark.parametrize("name", CASES)

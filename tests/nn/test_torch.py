@@ -167,6 +167,7 @@ def test_layers_move_to_a_gpu_and_grow_there():
     optimizer.step()
     y = moved(x.cuda())
     assert same_bits(moved.grow(1, optimizer)(x.cuda()), y)
+    torch.testing.assert_close(moved.deviation(), copy.deepcopy(moved).cpu().deviation())
     moved.prune(radius=0, optimizer=optimizer)
     torch.testing.assert_close(moved.to_dense()(x.cuda().flatten(1)).view(y.shape), y)
     assert moved.to_conv().weight.is_cuda
