@@ -66,6 +66,19 @@ def test_dead_filters_before_a_normalisation_go(norm: dict[str, Any], biased: bo
     same(sparsity.load(tmp_path), model, *images())
 
 
+def test_groups_of_a_norm_ahead_of_a_normalisation_stay_whole() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.reader(net.norm(net.groups(net.depthwise(x)).permute(0, 2, 3, 1)))
+
+    layers = {"depthwise": nn.Conv2d(8, 8, 3, padding=1, groups=8), "groups": nn.GroupNorm(4, 8, affine=False)}
+    model = Network(function, **layers, norm=nn.LayerNorm(8), reader=nn.Linear(8, 4)).double().eval()
+    model.depthwise.weight.data[:2], model.depthwise.bias.data[:2] = 0, 0
+    smaller, report = compacted(model, *images(8))
+    assert "model" not in report.notes
+    assert smaller.reader.in_features == 8 - 2 + 1  # all of the two constants are read as one feature
+    assert smaller.groups.num_channels == 4 * smaller.groups.num_groups // 2
+
+
 def test_a_normalisation_stays_if_the_layer_that_reads_it_is_called_again() -> None:
     def function(net: Network, x: Tensor) -> Tensor:
         y = net.depthwise(x).permute(0, 2, 3, 1)

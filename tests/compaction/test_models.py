@@ -115,6 +115,16 @@ NOTED: dict[str, tuple[Callable[..., object], dict[str, nn.Module], dict[str, st
         {"norm": nn.BatchNorm2d(8, affine=False)},
         {},
     ),
+    "a norm of groups of any number of channels": (
+        between("first", "norm", "middle", "wide", "norm", "narrow", "last"),
+        {"norm": nn.GroupNorm(2, 8, affine=False), "wide": convolution(8, 16), "narrow": convolution(16, 8)},
+        {"norm": "more than once"},
+    ),
+    "a sum of what is given by its name": (
+        lambda net, x: net.last(net.middle(net.first(x)) * torch.sum(input=net.first(x), dim=(2, 3), keepdim=True)),
+        {},
+        {"sum_1": "nothing is known", "mul": "nothing is known"},
+    ),
     "a layer that is called twice": (between("first", "middle", "middle", "last"), {}, {}),
     "a layer with groups that is called twice": (
         between("first", "groups", "middle", "groups", "last"),
@@ -317,6 +327,10 @@ AGAIN: dict[str, tuple[Callable[[Network, Tensor], object], Callable[[], dict[st
         lambda net, x: net.last(net.middle(torch.sigmoid(net.middle(torch.tanh(net.first(x)))))),
         dict[str, nn.Module | Tensor],
     ),
+    "the same channels along two ways": (
+        lambda net, x: net.last(net.middle(y := net.first(x)) + net.middle(torch.cat([y[:, :4], y[:, 4:]], 1).tanh())),
+        dict[str, nn.Module | Tensor],
+    ),
     "activations": (
         between("first", "norm", "act", "middle", "act", "norm", "last"),
         lambda: {"norm": nn.GroupNorm(4, 8, affine=False), "act": nn.PReLU(8)},
@@ -338,6 +352,18 @@ def test_layers_that_are_called_again(name: str, seed: int) -> None:
     assert report.macs_before == macs_of(model, IMAGES[:1])
     assert report.macs_executed < report.macs_before
     network, _ = sparsity.compact(model, IMAGES[0], cost="macs")
+    assert report.macs_executed == macs_of(network, IMAGES[:1])
+
+
+def test_calls_that_nothing_reads_any_more_do_not_count() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.first(x)
+        return net.last(net.middle(torch.tanh(y))) + net.unread(net.middle(y))
+
+    model = Network(function, **chain(), unread=convolution(8, 4)).double().eval()
+    model.unread.weight.data.zero_()
+    network, report = compacted(model, *IMAGES)
+    assert report.macs_before == macs_of(model, IMAGES[:1])
     assert report.macs_executed == macs_of(network, IMAGES[:1])
 
 

@@ -21,7 +21,7 @@ OfRings = Callable[[str, Tensor], Tensor]  # importance of each ring of each fil
 def by_norm(structure: Structure) -> dict[str, Tensor]:
     """Return, for each choice of each filter, the share of the layer's squared weights that it loses.
 
-    Weights count as a batch norm behind the layer scales them.
+    Weights count as batch norms behind the layer scale them.
     """
     return {layer.name: _cumulated(_squares(layer)) for layer in structure.layers}
 
@@ -54,10 +54,10 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
 class Taylor:
     """First-order changes of the loss, as root mean squares over batches.
 
-    A filter's is that of the output of the batch norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``.
-    Else it is the sum of ``w dL/dw`` over its weights, as for rings. That sum is zero if the norm has no weights, or
-    frozen ones, and normalises by what it is given, which cancels the filter's length; then it is the root of the sum
-    of squares.
+    A filter's is that of the output of the norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``, summed
+    over the norms if each call of the layer has its own. Else it is the sum of ``w dL/dw`` over its weights, as for
+    rings. That sum is zero if the norm has no weights, or frozen ones, and normalises by what it is given, which
+    cancels the filter's length; then it is the root of the sum of squares.
 
     Source:
         Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
@@ -74,8 +74,8 @@ class Taylor:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients :meth:`add` reads."""
-        modules = [module for layer in self._layers for module in (layer.module, layer.norm) if module is not None]
-        return [p for module in modules for p in (module.weight, module.bias) if p is not None]
+        modules = [module for layer in self._layers for module in (layer.module, *layer.norms)]
+        return [p for module in modules for p in (module.weight, getattr(module, "bias", None)) if p is not None]
 
     @torch.no_grad()
     def add(self, gradient: Callable[[nn.Parameter], Tensor | None], decay: float = 1.0) -> None:
@@ -93,15 +93,16 @@ class Taylor:
             given = filters_first(layer.module, given)
             products = _by_tap(layer.weight * given)
             changes.append(products @ removed.to(products))
-            scale = None if layer.norm is None or layer.norm.weight is None else gradient(layer.norm.weight)
-            if layer.norm is not None and scale is None and _normalises_by_batch(layer.norm):
+            scales = [(norm, _product(norm.weight, gradient)) for norm in layer.norms]
+            scaled = [(norm, product) for norm, product in scales if product is not None]
+            if scaled:
+                changes[-1][:, -1] = sum(product for _, product in scaled)
+            elif any(map(_normalises_by_batch, layer.norms)):
                 changes[-1][:, -1] = (layer.weight * given).flatten(1).norm(dim=1)
-            owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
-            if scale is not None:
-                changes[-1][:, -1] = owner.weight * scale
-            shift = None if owner.bias is None else gradient(owner.bias)
-            if shift is not None:
-                changes[-1][:, -1] += owner.bias * shift
+            for owner in [norm for norm, _ in scaled] or [layer.module]:  # the layer's too if the norms are frozen
+                shift = _product(getattr(owner, "bias", None), gradient)
+                if shift is not None:
+                    changes[-1][:, -1] += shift
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
@@ -155,6 +156,12 @@ class Taylor:
         """Return views of the sums, ``(C_out, choices)``, by the layer's name."""
         parts = self._sums.split([prod(shape) for shape in self._shapes.values()])
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+
+
+def _product(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
+    """Return a parameter times its gradient; None if it has none."""
+    given = None if parameter is None else gradient(parameter)
+    return None if parameter is None or given is None else parameter * given
 
 
 def _normalises_by_batch(norm: Any) -> bool:
@@ -225,16 +232,20 @@ def _by_tap(numbers: Tensor) -> Tensor:
 def _squares(layer: PrunableLayer) -> Tensor:
     """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
     squares = _by_tap(layer.weight.detach().double().square())
-    norm = layer.norm
-    if norm is not None and has_running_statistics(norm):
-        scale = (norm.running_var.double() + norm.eps).reciprocal()
-        squares = squares * (scale if norm.weight is None else scale * norm.weight.detach().double().square())[:, None]
+    if layer.norms and all(map(has_running_statistics, layer.norms)):
+        squares = squares * torch.stack([*map(_squared_scale, layer.norms)]).sum(0)[:, None]
     rings = torch.from_numpy(layer.rings).to(squares.device)
     found = squares.new_zeros(len(squares), len(layer.taps) - 1).index_add_(1, rings, squares)
     total = found.sum()
     if not total.isfinite():
         raise ValueError(f"model: expected finite weights, got others in {layer.name!r} or the batch norm behind it")
     return found / total if total > 0 else found
+
+
+def _squared_scale(norm: Any) -> Tensor:
+    """Return the squares of the factors, by running statistics, that a norm multiplies the channels by."""
+    scale = (norm.running_var.double() + norm.eps).reciprocal()
+    return scale if norm.weight is None else scale * norm.weight.detach().double().square()
 
 
 def _cumulated(of_rings: Tensor) -> Tensor:

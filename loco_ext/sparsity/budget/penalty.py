@@ -110,8 +110,8 @@ def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 
 def _scale(layer: PrunableLayer) -> Tensor | None:
-    """Return the weight of the batch norm behind a layer."""
-    return None if layer.norm is None else layer.norm.weight
+    """Return the weight of the norm behind a layer; None if there is none, or one for each call."""
+    return layer.norms[0].weight if len(layer.norms) == 1 else None
 
 
 def _length(layer: PrunableLayer) -> Tensor:

@@ -56,7 +56,8 @@ def ranked(problem: SizeProblem, block: Block, now: State, price: float) -> Rank
     order, forced = _order(problem, block, block.gone - keep)
     gone = np.where(np.isfinite(block.gone), block.gone, 0.0)  # those that must stay are before all that may go
     counts = np.arange(forced, len(order) + 1)
-    counts = counts[(counts % problem.round_to == 0) | (counts == len(order))]
+    channels = np.concatenate([[0.0], block.widths[order].cumsum()])[counts]
+    counts = counts[(channels % problem.round_to == 0) | (counts == len(order))]
     return Ranking(order, counts, best, lost - gone, keep - gone)
 
 

@@ -76,6 +76,12 @@ class Block:
     own: Integers
     reads: Floats
 
+    @property
+    def widths(self) -> Floats:
+        """Return the number of channels of each class in the layer that writes or reads the fewest of it, ``[w]``."""
+        counts = np.concatenate([self.writers, self.reads])
+        return np.where(counts > 0, counts, np.inf).min(0)
+
     def summed(self, place: int, values: Floats | Integers) -> Floats:
         """Return the sums of the values of one layer's filters over each class."""
         return np.asarray(np.bincount(self.writes[place], values, len(self.written)), np.float64)
@@ -104,7 +110,7 @@ class SizeProblem:
         fixed: classes that stay whatever their filters are, ``[classes]``.
         class_costs: cost of each class beside the taps of the layers, ``[classes]``.
         rest: cost of what stays in any case.
-        round_to: layers that share classes write a multiple of this number of classes, or all of them.
+        round_to: layers that share classes write and are read in a multiple of this number of channels, or all of them.
 
     Attributes:
         reads: how many input channels of each layer are of each class, ``[layers, classes]``.

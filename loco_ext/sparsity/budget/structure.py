@@ -42,7 +42,7 @@ class PrunableLayer:
     Args:
         name: name of the module.
         module: the module itself.
-        norm: the normalisation that is the only reader of the layer's output; None if there is none.
+        norms: the normalisations that alone read the layer's output, in all of its calls.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
         pixels: number of pixels of one sample, in all calls, at which all weights act; a fraction where several samples
             share them.
@@ -55,7 +55,7 @@ class PrunableLayer:
 
     name: str
     module: Any
-    norm: Any
+    norms: list[Any]
     rings: Integers
     pixels: float
     writes: Integers
@@ -127,11 +127,11 @@ class Structure:
             width = weight.shape[1] if layer.reads is None else 1
             reads = layer.writes, layer.reads
             layers.append(LayerChoices(unit * width, layer.taps, table, *reads, least[layer.name], time))
-            if cost == "parameters" and layer.module.bias is not None:
-                np.add.at(of_classes, layer.writes, 1.0)
+            if cost == "parameters":
+                np.add.at(of_classes, layer.writes, float(_has(layer.module, "bias")))
         for norm, classes in self.norms:
-            if cost == "parameters" and norm.affine:
-                np.add.at(of_classes, classes, 2.0)
+            if cost == "parameters":
+                np.add.at(of_classes, classes, float(_has(norm, "weight") + _has(norm, "bias")))
         rest = {"macs": self.macs_elsewhere, "parameters": self.parameters_elsewhere}.get(cost, 0.0)
         return SizeProblem(layers, fixed, of_classes, rest, round_to)
 
@@ -159,7 +159,7 @@ class Structure:
             found.add(layer.module, "weight", filters_first(layer.module, by_weight).numpy())
             alive = chosen != len(layer.taps) - 1
             stays[layer.writes[alive]] = True
-            for module in (layer.module, layer.norm):
+            for module in (layer.module, *layer.norms):
                 found.add_shifts(module, alive)
         for norm, classes in self.norms:
             found.add_shifts(norm, stays[classes])
@@ -206,7 +206,7 @@ class Masks:
     def add_shifts(self, module: Any, alive: Booleans) -> None:
         """Let channels of zeros remain zeros behind a module; None is one without shifts."""
         for name in ("bias", "running_mean"):
-            if getattr(module, name, None) is not None:
+            if _has(module, name):
                 self.add(module, name, alive)
 
     def shapes(self) -> list[torch.Size]:
@@ -275,7 +275,7 @@ def structure_of(
     samples = samples_of(channels.graph)
     for node, value in channels.values.items():
         module, classes = channels.info.module(node), classes_of[value.ids]
-        is_norm, behind = channels.info.is_norm(node), channels.info.norm_behind(node)
+        is_norm = channels.info.is_norm(node)
         if not (is_norm or channels.role(node) is Role.CONVOLUTION or is_depthwise(module)):
             continue
         mine = _own(own, node, module)
@@ -291,12 +291,13 @@ def structure_of(
             (source,) = channels.sources(node)
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
-            norm = None if behind is None else _own(own, behind, channels.info.module(behind))
+            found = (_own(own, x, channels.info.module(x)) for x in channels.info.norms_behind(node))
+            behind = [norm for norm in found if norm is not None]
             # Groups, and layers with several calls, run at the size of their largest filter: smaller ones save nothing.
             is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
-            layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept, read))
+            layers.append(PrunableLayer(str(node.target), mine, behind, rings, pixels, classes, reads, kept, read))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
@@ -336,6 +337,11 @@ def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
         if type(found) is type(module):
             return found
     return None
+
+
+def _has(module: Any, name: str) -> bool:
+    """Return whether a module has a tensor of this name; modules with their own code may lack the attribute."""
+    return getattr(module, name, None) is not None
 
 
 def _rings(kernel_size: Sequence[int], kind: str, granularity: str) -> Integers:

@@ -204,6 +204,7 @@ def _of_all_calls(channels: Channels, node: fx.Node, source: Value) -> Value:
     result = _of_one_source(channels, node, source)
     for first, value in zip(channels.first_calls.setdefault(module, (source, result)), (source, result), strict=True):
         channels.sets.unite(first.ids, value.ids)
+        channels.sets.ordered.update(value.ids.tolist())  # calls may read the same channels along different ways
     return result
 
 

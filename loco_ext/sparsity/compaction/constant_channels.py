@@ -21,7 +21,7 @@ from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import record
-from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.roles import Role, has_channels, is_depthwise
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 ORIGINAL_WEIGHT = "original_weight"  # key in the meta of a layer's node: the weight that the layer has in the model
@@ -163,9 +163,9 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
 
 
 def _passes_on(channels: Channels, node: fx.Node) -> bool:
-    """Return whether the node treats all channels the same, whatever their number, and has no weights."""
+    """Return whether the node treats all channels the same, whatever their number, and has nothing for each."""
     role, module = channels.role(node), channels.info.module(node)
-    plain = module is None or not any(True for _ in (*module.parameters(), *module.buffers()))
+    plain = module is None or not has_channels(module)
     return plain and role in (Role.MOVE, Role.PER_CHANNEL)
 
 

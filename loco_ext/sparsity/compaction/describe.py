@@ -1,6 +1,6 @@
 """Report on a network that :class:`Rewriter` has built."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from math import prod
@@ -22,30 +22,25 @@ from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weight
 
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
     """Return a report on the result for every layer, and on why something was kept."""
-    report, by_name = Report(), dict[str, LayerReport]()
+    report, calls = Report(), defaultdict[str, list[fx.Node]](list)
     samples = samples_of(channels.graph)
     for node, info in channels.info.nodes.items():
         module = channels.info.module(node)
         depthwise = module is not None and is_depthwise(module)
         if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
-            name, weight = str(node.target), filter_weights(module).detach()
-            after, buckets = rewriter.layers.get(name, (None, ()))
-            pixels = pixels_of(node, module, samples)
-            layer = describe_layer(name, node.meta.get(ORIGINAL_WEIGHT, weight), pixels, after, buckets)
-            layer.kept = _why_kept(channels, node, weight)
-            if (first := by_name.setdefault(name, layer)) is layer:
-                report.layers.append(layer)
-            else:
-                _add_call(first, layer)
+            calls[str(node.target)].append(node)
+    for name, nodes in calls.items():
+        module = channels.info.module(nodes[0])
+        weight = filter_weights(module).detach()
+        pixels = {node: pixels_of(node, module, samples) for node in nodes}
+        left = [pixels[node] for node in nodes if node in rewriter.left]
+        after, buckets = rewriter.layers[name] if left else (None, ())
+        before = nodes[0].meta.get(ORIGINAL_WEIGHT, weight)
+        layer = describe_layer(name, before, sum(pixels.values()), after, sum(left), buckets)
+        layer.kept = _why_kept(channels, nodes[0], weight)
+        report.layers.append(layer)
     report.notes = {name: f"all channels are kept: {why}" for name, why in kept_channels(channels).items()}
     return report
-
-
-def _add_call(layer: LayerReport, other: LayerReport) -> None:
-    """Add to a layer's report the MACs of a further call."""
-    layer.macs_before += other.macs_before
-    layer.macs_after += other.macs_after
-    layer.macs_executed += other.macs_executed
 
 
 def kept_channels(channels: Channels) -> dict[str, str]:
@@ -79,13 +74,19 @@ def _is_no_layer(node: fx.Node) -> bool:
 
 
 def describe_layer(
-    name: str, before: Tensor, pixels: Fraction, after: Tensor | None, buckets: Sequence[Bucket]
+    name: str,
+    before: Tensor,
+    pixels: Fraction | int,
+    after: Tensor | None,
+    left: Fraction | int,
+    buckets: Sequence[Bucket],
 ) -> LayerReport:
     """Return the report on one layer with these weights before and after, ``(C_out, C_in/groups, *kernel_size)``.
 
     Args:
+        pixels: number of output pixels of one sample, in all calls; a fraction where several samples share them.
         after: None if the layer was removed.
-        pixels: number of output pixels of one sample; a fraction where several samples share them.
+        left: number of output pixels of one sample, in the calls that the smaller network makes.
         buckets: how the layer is computed now.
     """
     width = 0 if after is None else int((after != 0).transpose(0, 1).flatten(1).any(1).sum())
@@ -104,8 +105,8 @@ def describe_layer(
         convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.filters)) for bucket in buckets],
         identity_filters=_identities(_with_axis(before)),
         macs_before=round(pixels * before.numel()),
-        macs_after=round(pixels * areas * width),
-        macs_executed=round(pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets)),
+        macs_after=round(left * areas * width),
+        macs_executed=round(left * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets)),
     )
 
 

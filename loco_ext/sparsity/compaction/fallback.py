@@ -31,7 +31,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
         buckets = choose(convolution, read, False)
         images = Fraction(written["shape"][0], samples) if len(written["shape"]) == weight.dim() else 1
         pixels = images * Fraction(prod(written["shape"][2 - weight.dim() :]))
-        report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
+        report.layers.append(describe_layer(name, weight, pixels, weight, pixels, buckets))
         if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
             result.set_submodule(name, standalone(convolution, buckets))
     return result, report

@@ -41,6 +41,7 @@ class Rewriter:
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # kept channels of each result in their new order
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
+        self.left: set[fx.Node] = set()  # nodes of the graph whose results the network computes
 
     def build(self) -> fx.GraphModule:
         """Return the smaller network, after the last pass over it."""
@@ -49,8 +50,7 @@ class Rewriter:
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
         left = {*network.graph.nodes}
-        names = {str(node.target) for node, new in self._new.items() if new in left}
-        self.layers = {name: layer for name, layer in self.layers.items() if name in names}
+        self.left = {node for node, new in self._new.items() if new in left}
         finish(network)
         network.graph.lint()
         return self._without_unused(network)

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
@@ -77,8 +77,9 @@ class GraphInfo:
         self.modules = dict(graph.named_modules())
         self.sizes = Inference(graph)
         self._root = graph
-        calls = [node for node in graph.graph.nodes if node.op == "call_module"]
-        self._calls = Counter(id(self.modules[str(node.target)]) for node in calls)
+        self._calls = defaultdict[int, list[fx.Node]](list)  # by the id of the module
+        for node in graph.graph.find_nodes(op="call_module"):
+            self._calls[id(self.modules[str(node.target)])].append(node)
         self._shared = {parameter for parameter, count in count_owners(graph).items() if count > 1}
         self._read = {
             id(self.modules[owner])
@@ -106,7 +107,7 @@ class GraphInfo:
     def is_called_again(self, node: fx.Node) -> bool:
         """Return whether the node calls a module that is called more than once and has something for each channel."""
         module = self.module(node)
-        return self._calls[id(module)] > 1 and _has_channels(module)
+        return len(self._calls[id(module)]) > 1 and has_channels(module)
 
     def axis(self, node: fx.Node) -> int:
         """Return the axis of a tensor's channels."""
@@ -147,10 +148,24 @@ class GraphInfo:
 
         Also None if the normalisation, or the layer before it, is called more than once.
         """
-        reader = only_user(node)
-        if reader is None or not self.is_norm(reader) or self.is_called_again(reader) or self.is_called_again(node):
-            return None
-        return reader
+        behind = [] if self.is_called_again(node) else self.norms_behind(node)
+        return behind[0] if behind else None
+
+    def norms_behind(self, node: fx.Node) -> list[fx.Node]:
+        """Return the only readers of a layer's results in all of its calls if they are normalisations of channels.
+
+        The list has one call of each normalisation. It is empty if other layers share one that has something for each
+        channel.
+        """
+        layer = self.module(node)
+        readers = [only_user(call) for call in self._calls[id(layer)]]
+        found: dict[int, fx.Node] = {}
+        for reader in readers:
+            if reader is None or not self.is_norm(reader):
+                return []
+            found.setdefault(id(self.module(reader)), reader)
+        shared = (call for norm in found for call in self._calls[norm] if has_channels(self.module(call)))
+        return list(found.values()) if all(call in readers for call in shared) else []
 
     def why_opaque(self, node: fx.Node) -> str | None:
         """Return why a module cannot be changed; None if it can, or if the node calls no module."""
@@ -159,7 +174,7 @@ class GraphInfo:
             return None
         if is_hooked(module):
             return "it has hooks"
-        if not _has_channels(module):
+        if not has_channels(module):
             return None
         if id(module) in self._refused or (self.is_called_again(node) and not _may_be_called_again(module)):
             return "it is called more than once"
@@ -255,6 +270,8 @@ class GraphInfo:
 
     def _is_per_channel(self, node: fx.Node, module: Any, source: fx.Node) -> bool:
         """Return whether the node treats each channel, or each group, separately, though not each of its pixels."""
+        if type(module) is nn.GroupNorm and module.num_channels != self.channels(source):
+            return False  # one without weights takes any number
         if type(module) in (*NORMS, nn.PReLU):
             return _INSTANCE_NORMS.get(type(module), rank(source)) == rank(source)
         if type(module) is nn.Upsample:
@@ -365,11 +382,11 @@ def is_depthwise(module: Any) -> bool:
     return type(module) in CONVOLUTIONS and 1 < module.groups == module.in_channels == module.out_channels
 
 
-def _has_channels(module: Any) -> bool:
+def has_channels(module: Any) -> bool:
     """Return whether a module has parameters, buffers or groups for channels."""
-    if isinstance(module, nn.GroupNorm) or (type(module) is nn.PReLU and module.num_parameters == 1):
-        return isinstance(module, nn.GroupNorm)
-    return any(True for _ in (*module.parameters(), *module.buffers()))
+    if type(module) is nn.PReLU and module.num_parameters == 1:
+        return False
+    return isinstance(module, nn.GroupNorm) or any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def _may_be_called_again(module: Any) -> bool:

@@ -114,7 +114,9 @@ def _add_axes(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> None:
 def _add_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
     """Replace the sum of tensors that are stacked along a new axis by additions."""
     stacked: Any = node.args[0] if node.args else None
-    if operation(node, modules) != "sum" or operation(stacked, modules) != "stack" or not stacked.args:
+    if operation(node, modules) != "sum" or not isinstance(stacked, fx.Node):
+        return
+    if operation(stacked, modules) != "stack" or not stacked.args:
         return
     axis: Any = stacked.args[1] if len(stacked.args) > 1 else stacked.kwargs.get("dim", 0)
     summed: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -125,7 +127,7 @@ def _add_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Mod
         return
     if not node.meta["dtype"].is_floating_point or len(parts) < 2:
         return
-    total = parts[0]
+    total: Any = parts[0]
     for part in parts[1:]:
         with graph.graph.inserting_before(node):
             total = graph.graph.call_function(torch.add, (total, part))

@@ -304,7 +304,7 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
         transposed = isinstance(layer.module, nn.ConvTranspose2d)
         weight, rings = layer.module.weight, torch.from_numpy(layer.rings)
         weight = weight.detach().transpose(0, 1) if transposed else weight
-        scale, shift = (weight, layer.module.bias) if layer.norm is None else (layer.norm.weight, layer.norm.bias)
+        scale, shift = (layer.norms[0].weight, layer.norms[0].bias) if layer.norms else (weight, layer.module.bias)
         for j, choice in itertools.product((0, len(weight) - 1), range(1, len(layer.taps))):
             outside: Any = (j, slice(None), (rings < choice).view(weight.shape[2:])) if weight.dim() > 2 else j
             parts = [(weight, outside)]
@@ -331,6 +331,78 @@ def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(ki
         taylor.add(lambda parameter: parameter.grad)
         totals.append(taylor.lost()["0.0"][:, -1].sum())
     assert 0.1 < totals[0] / totals[1] < 10
+
+
+@pytest.mark.parametrize("norms", [1, 2])
+def test_importance_of_a_layer_with_several_calls_is_that_of_what_its_norms_return(norms: int) -> None:
+    """The norms cancel the length of its filters, whether the calls share one or each has its own."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        y = F.relu(net.first(x))
+        heads = [net.norms[k % norms](net.head(each)) for k, each in enumerate((y, F.avg_pool2d(y, 2)))]
+        return sum(net.last(F.relu(each)).mean((2, 3)) for each in heads)
+
+    layers = {"first": conv(3, 8), "head": conv(8, 6), "last": conv(6, 4)}
+    model = Network(function, **layers, norms=nn.ModuleList(nn.BatchNorm2d(6) for _ in range(norms))).double().train()
+    for norm in model.norms:
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias)
+    x, factors = IMAGES_OF_8.double(), torch.ones(6, 1, 1, dtype=torch.double, requires_grad=True)
+    structure = structure_of(model, [x], "half", "rings")
+    for norm in model.norms:
+        norm.register_forward_hook(lambda module, given, y: y * factors)
+    F.cross_entropy(model(x), torch.arange(2)).backward()
+    taylor = Taylor(structure)
+    taylor.add(lambda parameter: parameter.grad)
+    torch.testing.assert_close(taylor.lost()["head"][:, -1], factors.grad.abs().flatten())
+    with torch.no_grad():
+        for norm in model.norms:
+            norm.weight[0] = 0.0
+    lost = by_norm(structure)["head"][:, -1]
+    assert lost[0] == 0
+    torch.testing.assert_close(lost.sum(), torch.tensor(1.0, dtype=torch.double))
+
+
+def test_layers_that_share_a_norm_have_none_of_their_own() -> None:
+    """What is removed of one must not take the shift of the other."""
+    function = lambda net, x: net.last(net.norm(net.inner(F.relu(net.norm(net.first(x))))))  # noqa: E731
+    model = Network(function, first=conv(3, 8), inner=conv(8, 8), last=conv(8, 4), norm=nn.BatchNorm2d(8))
+    assert not any(layer.norms for layer in structure_of(model, [IMAGES_OF_8], "half", "rings").layers)
+
+
+class OwnConvolution(nn.Module):
+    """A convolution by a function, without the attribute for a bias."""
+
+    def __init__(self, channels: int, filters: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(filters, channels, 3, 3) / 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, padding=1)
+
+
+class OwnGroupNorm(nn.Module):
+    """A group norm by a function, without the attributes of torch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, 4, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("cost", ["macs", "parameters"])
+@pytest.mark.parametrize("importance", ["norm", "taylor"])
+def test_layers_and_norms_with_their_own_code_shrink(cost: str, importance: str) -> None:
+    model = nn.Sequential(OwnConvolution(3, 16), OwnGroupNorm(16), nn.ReLU(), OwnConvolution(16, 4)).eval()
+    structure = structure_of(model, [IMAGES_OF_8], "half", "rings")
+    lost = by_norm(structure)
+    counted = structure.problem("parameters", lost, dict.fromkeys(lost, 1)).whole_cost
+    assert counted == sum(p.numel() for p in model.parameters())
+    given: Any = {cost: 0.6, "importance": importance, "batches": [(IMAGES_OF_8, torch.zeros(2, 4, 8, 8))]}
+    _, report = sparsity.shrink_to(model, IMAGES_OF_8, loss=F.mse_loss, **given)
+    assert report.parameters_after < report.parameters_before
 
 
 def test_norm_is_the_share_of_the_folded_filters() -> None:
@@ -367,6 +439,17 @@ def test_where_there_are_many_filters_the_budget_is_met_within_a_hundredth() -> 
     for share in (0.75, 0.25):
         smaller, _ = sparsity.shrink_to(model, X, macs=share, importance="norm")
         assert 0.99 * share <= macs(smaller) / macs(model) <= share
+
+
+def test_groups_of_a_norm_count_as_their_channels_when_numbers_are_rounded() -> None:
+    model = nn.Sequential(conv(3, 32), nn.GroupNorm(4, 32), nn.ReLU(), conv(32, 32), nn.GroupNorm(4, 32), conv(32, 4))
+    how: Any = {"macs": 0.5, "importance": "norm", "granularity": "filters"}
+    _, report = sparsity.shrink_to(model, IMAGES_OF_8, round_to=8, **how)
+    assert {layer.filters_after for layer in report.layers[:2]} <= {8, 16, 24, 32}
+    assert report.macs_executed <= 0.5 * report.macs_before
+    shuffled, x, _ = STRUCTURES["pixels made from channels"]  # four filters are one channel for the layer behind them
+    _, report = sparsity.shrink_to(shuffled, x, round_to=2, **how)
+    assert all(layer.channels_after % 2 == 0 for layer in report.layers[1:])
 
 
 @pytest.mark.parametrize("method", ["shrink_to", "pruning", "penalty"])
