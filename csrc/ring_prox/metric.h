@@ -70,7 +70,7 @@ LOCO_HD Shot shoot(Sums& sums, const double* inverses, const double* t, int firs
     const Damped ring = sums(r, c);
     squares += ring.squares;
     slope += ring.slope * derivative;
-    if (t[r] == 0) continue;
+    if (t[r] == 0 || squares == kInfinity) continue;  // an infinite weight takes the whole pull
     const double inverse = 1 / std::sqrt(squares), pull = t[r] * inverse;
     c -= pull;
     derivative -= pull * (slope * inverse) * inverse;
@@ -199,8 +199,9 @@ class MetricModel {
     LOCO_NO_UNROLL
     for (int r = first; r < rings; ++r) {
       const double slope = moments.power(1)[r], bend = moments.power(2)[r], square = moments.power(0)[r];
-      arrays.pole[r] = bend > 0 ? bend / slope : 0;
-      const double moving = bend > 0 ? slope * slope / bend : 0;
+      const bool bends = bend > 0 && square < kInfinity;
+      arrays.pole[r] = bends ? bend / slope : 0;
+      const double moving = bends ? slope * slope / bend : 0;
       arrays.moving[r] = moving < square ? moving : square;
     }
   }

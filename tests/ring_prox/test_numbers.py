@@ -107,6 +107,14 @@ def test_infinite_weights_and_nan_stay_and_change_no_other_kernel(mode, dtype, b
         assert replace(case, thresholds=case.thresholds + 1e300).prox(backend)[place].isnan()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_in_a_metric_an_infinite_weight_takes_the_whole_pull_of_its_groups(dtype, backend):
+    weight = torch.tensor([[[torch.inf, 1.0, 2.0, 3.0]]], dtype=dtype)
+    rings, t = [1, 3, 2, 0], torch.full((4,), 0.25, dtype=torch.float64)
+    result = ops.ring_prox(weight, rings, t, None, torch.full_like(weight, 2.0))
+    assert result.tolist() == [[[torch.inf, 1.0, 2.0, 2.875]]]
+
+
 # Factors that turn normal random weights into subnormal, tiny and huge numbers.
 SCALES = [
     (torch.float32, 1e-42),
