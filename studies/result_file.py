@@ -27,10 +27,10 @@ class ResultFile:
 
     def once(self, key: Record, measure: Callable[[], Record]) -> None:
         """Add the record of a network, its key, what is measured and the commit, unless the key is there already."""
-        if any(key.items() <= record.items() for record in self.networks()):
+        if _has(self.networks(), key):
             return
         record = key | measure() | {"commit": self.facts["machine"]["commit"]}
-        self._rewrite(lambda networks: [*networks, record])
+        self._rewrite(lambda networks: networks if _has(networks, key) else [*networks, record])
 
     def extend(self, key: Record, more: Record) -> None:
         """Update the record of a network with what has been measured later."""
@@ -45,3 +45,8 @@ class ResultFile:
     def show(self) -> None:
         """Print the study's tables."""
         generated.publish(json.loads(self.path.read_text()), None, tables.RENDERERS)
+
+
+def _has(networks: list[Record], key: Record) -> bool:
+    """Return whether a network with this key is there, which another process may have added meanwhile."""
+    return any(key.items() <= network.items() for network in networks)
