@@ -364,7 +364,7 @@ def test_importance_of_a_layer_with_several_calls_is_that_of_what_its_norms_retu
 
 
 def test_layers_that_share_a_norm_have_none_of_their_own() -> None:
-    """What is removed of one must not take the shift of the other."""
+    """Removing a filter of one layer must not remove the shift of the other."""
     function = lambda net, x: net.last(net.norm(net.inner(F.relu(net.norm(net.first(x))))))  # noqa: E731
     model = Network(function, first=conv(3, 8), inner=conv(8, 8), last=conv(8, 4), norm=nn.BatchNorm2d(8))
     assert not any(layer.norms for layer in structure_of(model, [IMAGES_OF_8], "half", "rings").layers)
