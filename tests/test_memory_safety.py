@@ -168,3 +168,12 @@ def test_errors_inside_torch_are_told_without_a_stream():
     needed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "torch_call_dispatcher" in needed
     assert "_ZNSo9_M_insertIlE" not in needed  # a stream's <<, which torch's TORCH_ERROR_CODE_CHECK prints a line with
+
+
+@needs_library
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch does not tell extensions its errors")
+def test_errors_inside_torch_are_told_in_its_words():
+    """Training loops look for the words of the allocator to try a smaller batch (accelerate, Lightning)."""
+    values = torch.randn(PATTERN.nnz, 1, 3, 2)
+    with pytest.raises(RuntimeError, match=r"DefaultCPUAllocator: can't allocate memory.*new_empty"):
+        ops.block_sparse_matmul(torch.zeros(1, 1, 1).expand(1 << 40, 6, 3), values, PATTERN)

@@ -70,7 +70,7 @@ def block_sparse_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     sizes = rows // row_unit, columns // column_unit, x.stride(0) // row_unit, x.stride(2) // row_unit
     with on_device(x.device):
         kernel = transpose_kernel[(batch * cdiv(rows, height) * cdiv(columns, width),)]
-        kernel(x, y, *sizes, row_unit, column_unit, height, width)
+        kernel(x, y, *sizes, row_unit, column_unit, height, width, enable_fp_fusion=True)
     return y
 
 

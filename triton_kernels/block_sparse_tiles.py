@@ -89,7 +89,8 @@ class TilePlan:
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of the launch."""
         limits = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"FORM": self.form, "num_warps": self.warps, "num_stages": self.stages, **limits}
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        return {"FORM": self.form, **options, **limits}
 
 
 def kind_of(dtype: torch.dtype, tf32: bool) -> str:

@@ -24,6 +24,7 @@ from loco_ext.reference.dtypes import compute_dtype
 BLOCK = 64  # pixels of a program of the sums; with ROWS, what it reads at a time
 ROWS = 16
 MOST_PIXELS = 1024  # pixels that a program of the other kernels works on at a time
+FUSED = {"enable_fp_fusion": True}  # launch option; Triton's default changes with version 3.10
 
 
 @triton.jit
@@ -262,11 +263,11 @@ def landscape(
     size = squares.numel()
     with on_device(g.device):
         sums_kernel[(cdiv(size, BLOCK),)](
-            g, weights, squares, samples, width, height * width, size, g.stride(), BLOCK=BLOCK, ROWS=ROWS
+            g, weights, squares, samples, width, height * width, size, g.stride(), BLOCK=BLOCK, ROWS=ROWS, **FUSED
         )
         block = min(next_power_of_2(height * width), MOST_PIXELS)
         maps = squares, stencil, target, scratch, loss, image, laplacian, slope
-        map_kernel[(1,)](*maps, channels, height, width, K=stencil.shape[0], BLOCK=block, num_warps=8)
+        map_kernel[(1,)](*maps, channels, height, width, K=stencil.shape[0], BLOCK=block, num_warps=8, **FUSED)
     return loss, image, laplacian, slope
 
 
@@ -279,5 +280,6 @@ def landscape_backward(g: Tensor, weights: Tensor, slope: Tensor, grad: Tensor) 
         with on_device(g.device):
             sizes = g.shape[3], pixels, size, g.stride()
             block = min(next_power_of_2(size), MOST_PIXELS)
-            backward_kernel[(len(g),)](g, weights, slope.contiguous(), grad, u, by_weights, *sizes, BLOCK=block)
+            operands = g, weights, slope.contiguous(), grad, u, by_weights
+            backward_kernel[(len(g),)](*operands, *sizes, BLOCK=block, **FUSED)
     return u, by_weights

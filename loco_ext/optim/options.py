@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.argument_checks import check_choice
+from loco_ext.warning import warn_caller
 
 Group = dict[str, Any]
 
@@ -41,6 +42,8 @@ def with_options(params: Any, own: Group) -> Any:
     """Return an optimizer's ``params`` as groups with these options, which torch.optim's constructors do not take."""
     if isinstance(params, Tensor):
         return params  # torch's constructor says what is wrong
+    if isinstance(params, set):
+        warn_caller("params: expected a list or another ordered collection, got a set, which has no order")
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]

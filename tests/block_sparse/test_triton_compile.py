@@ -97,6 +97,7 @@ def launch_of(
 
     target = ("hip" if arch == AMD else "cuda", arch)
     ((_, grid, options, compiled),) = launches(call, block_sparse, kernels, target, compiles, **replaced)
+    assert options["enable_fp_fusion"] is True, "Triton's default changes with version 3.10"
     used = resources(compiled.asm["cubin"]) if compiled is not None and arch != AMD else {}
     return Launch(grid, options, compiled, used)
 

@@ -56,7 +56,8 @@ def test_the_kernels_compile_within_their_budgets(name, arch):
     call = make_call((16, 3, 64, 64), *COMPILED[name])
     found = launches(lambda: run(*call), landscape, BUDGET, ("cuda", arch))
     assert [kernel for kernel, *_ in found] == list(BUDGET)
-    for kernel, _, _, compiled in found:
+    for kernel, _, options, compiled in found:
+        assert options["enable_fp_fusion"] is True
         used = resources(compiled.asm["cubin"])
         registers, stack = BUDGET[kernel]
         assert used["REG"] <= registers, kernel

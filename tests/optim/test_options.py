@@ -142,3 +142,10 @@ def test_a_copy_warns_of_groups_that_are_added():
     copied = copy.deepcopy(optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
     with pytest.warns(UserWarning, match="locality: expected a weight_decay above 0"):
         copied.add_param_group({"params": [nn.Parameter(torch.ones(2, 2, 3, 3))], "locality": LOCALITY})
+
+
+def test_a_set_of_parameters_is_accepted_with_a_warning():
+    """As torch.optim's classes do from version 2.14 on."""
+    with pytest.warns(UserWarning, match="params: expected a list or another ordered collection, got a set"):
+        optimizer = optim.SGD(set(nn.Linear(3, 2).parameters()), lr=0.1)
+    assert len(optimizer.param_groups[0]["params"]) == 2
