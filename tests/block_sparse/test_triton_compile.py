@@ -307,7 +307,8 @@ def test_float32_is_multiplied_as_in_convolutions(monkeypatch):
 def test_float64_is_multiplied_in_float64(product, arch):
     launch = compiled_product(product, REFERENCE, F64, arch)
     tensor_cores = launch.count(r"mma\.sync\S*f64\.f64\.f64\.f64")
-    assert tensor_cores > 0 if arch in (80, 90) else launch.count(r"\bfma\.rn\S*f64") > 0
+    # Triton compiles for the tensor cores of 10.0 from 3.8 or 3.9 on.
+    assert tensor_cores > 0 or (arch not in (80, 90) and launch.count(r"\bfma\.rn\S*f64") > 0)
     assert launch.count(r"tcgen05|f32") == 0
     assert launch.resources["STACK"] == 0
 
