@@ -1,4 +1,4 @@
-"""Parsers for the values of command-line options that typer has no type for."""
+"""Parsers and checks of the values of command-line options, beyond the types that typer has."""
 
 import json
 from collections.abc import Callable
@@ -30,6 +30,15 @@ def separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 def name_or_none(text: str) -> str | None:
     """Return the text, or None for ``none``."""
     return None if text == "none" else text
+
+
+def folder(path: Path) -> Path:
+    """Check that the path is text, without which safetensors reads no weights from it, and return it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # Python has other bytes as lone surrogates
+        raise typer.BadParameter(f"expected a path in UTF-8, got {str(path)!r}") from None
+    return path
 
 
 def device(text: str) -> str:

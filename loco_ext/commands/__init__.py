@@ -40,7 +40,7 @@ COMMANDS = {
 }
 
 # Options of several commands.
-Out = Annotated[Path, typer.Option(help="Folder to write the results to.")]
+Out = Annotated[Path, typer.Option(callback=option_parsers.folder, help="Folder to write the results to.")]
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="Folder of the data set; digits need no folder.")
 ]

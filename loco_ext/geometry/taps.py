@@ -105,7 +105,7 @@ def relative_decay(index: Tensor, distances: Sequence[float], factors: Sequence[
             f"{of}, got {len(values)}: {factors!r}"
         )
     g = torch.tensor(values, dtype=torch.float64, device="cpu")[index]
-    z = g.mean().item()
+    z = g.mean().item() if len(g) else 1.0  # a pattern may have no blocks
     if not 0 < z < math.inf:
         raise ValueError(f"factors: expected a positive and finite mean over {of}, got {factors!r}, of mean {z}")
     return g / z

@@ -96,6 +96,7 @@ CASES = {
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
         "--out file/run": "--out: expected a folder that can be written to",
+        "--out a\udcffb": r"--out: expected a path in UTF-8, got 'a\udcffb'",  # the byte 0xff, as Python reads it
         "--optimizer adamw --momentum 0.5": "--momentum: expected it only with --optimizer sgd, got 0.5",
         "--schedule cosine --factor 0.5": "--factor: expected it only with --schedule steps, got 0.5",
         "--weight-decay 0 --locality 0.5,2": "--locality: expected it only with a --weight-decay, got (0.5, 2.0)",

@@ -217,6 +217,19 @@ def test_errors_are_compared_by_seed(tmp_path, monkeypatch):
     assert "| small, digits | local-1.5 | 4 | 27.68 |" in (tmp_path / "reproduce.md").read_text()
 
 
+@pytest.mark.parametrize("left", ["", '{"test_accuracy": 0.1}\n{"test_acc', "{}", "[0.1]"])
+def test_damaged_metrics_are_one_line(tmp_path, capsys, monkeypatch, left):
+    monkeypatch.setattr(loco_reg_figures, "save", lambda *arguments: {})
+    monkeypatch.setattr(reproduce, "_run", lambda jobs: [])
+    fake(tmp_path / "smoke" / "loco-reg" / "digits-small" / "uniform-0", 0.7)
+    metrics = tmp_path / "smoke" / "loco-reg" / "digits-small" / "uniform-0" / "metrics.jsonl"
+    metrics.write_text(left)
+    assert main(["reproduce", "loco-reg", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {metrics}: expected a line of JSON for each epoch, remove its folder")
+    assert said.count("\n") == 1
+
+
 def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     """A job that is not done is listed, run and then skipped; the table has what it measured."""
     arguments = ["reproduce", "linear-regions", "--out", str(tmp_path)]

@@ -53,6 +53,7 @@ def test_blocks_keep_the_decay_of_their_taps(kernel, arguments):
 def test_pairs_and_one_factor_per_class_of_blocks():
     pattern = BlockPattern.from_conv(3, kernel_size=1)
     near, full = pattern.grow(1)[0], pattern.grow(2)[0]
+    assert geometry.block_decay_map(pattern.prune(torch.zeros(3, dtype=torch.bool))[0], (2.0, 4.0)).shape == (0,)
     assert geometry.block_decay_map(near, (2.0, 4.0)).mul(10 / 7).tolist() == pytest.approx([2, 1, 1, 2, 1, 1, 2])
     assert geometry.block_decay_map(full, (1.0, 2.0, 3.0)).mul(17 / 9).tolist() == pytest.approx(
         [1, 2, 3, 2, 1, 2, 3, 2, 1]

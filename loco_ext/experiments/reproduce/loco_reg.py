@@ -19,6 +19,7 @@ from loco_ext.experiments.reproduce import loco_reg_figures
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
+from loco_ext.experiments.settings import SettingsError
 
 PAPER = "loco-reg"
 RULES = ("local", "paper")
@@ -283,9 +284,18 @@ def _test_errors(place: Path, arm: _Arm, seeds: int) -> dict[int, float]:
     for seed in range(seeds):
         folder = place / f"{arm.name}-{seed}"
         if (folder / "model.safetensors").is_file():
-            last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
-            found[seed] = 100 * (1 - json.loads(last)["test_accuracy"])
+            found[seed] = _last_error(folder / "metrics.jsonl")
     return found
+
+
+def _last_error(path: Path) -> float:
+    """Return the test error in percent after the last epoch, or raise SettingsError."""
+    try:
+        return 100 * (1 - json.loads(path.read_text().splitlines()[-1])["test_accuracy"])
+    except (FileNotFoundError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"{path}: expected a line of JSON for each epoch, remove its folder to train anew ({type(error).__name__})"
+        ) from error
 
 
 def _factors(plan: JobPlan) -> Table:

@@ -42,6 +42,7 @@ class PrunableLayer:
     Args:
         name: name of the module.
         module: the module itself.
+        timed: a layer of torch's that computes what the module computes: itself, or a copy if it has code of its own.
         norms: the normalisations that alone read the layer's output, in all of its calls.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
         pixels: number of pixels of one sample, in all calls, at which all weights act; a fraction where several samples
@@ -55,6 +56,7 @@ class PrunableLayer:
 
     name: str
     module: Any
+    timed: Any
     norms: list[Any]
     rings: Integers
     pixels: float
@@ -98,7 +100,7 @@ class Structure:
 
     def times(self) -> list[LayerTime]:
         """Return the times of the layers at smaller numbers of channels."""
-        return [time_layer(layer.module, layer.inputs) for layer in self.layers]
+        return [time_layer(layer.timed, layer.inputs) for layer in self.layers]
 
     def problem(
         self,
@@ -297,7 +299,10 @@ def structure_of(
             is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
-            layers.append(PrunableLayer(str(node.target), mine, behind, rings, pixels, classes, reads, kept, read))
+            timed = mine if type(mine) is type(module) else module
+            layers.append(
+                PrunableLayer(str(node.target), mine, timed, behind, rings, pixels, classes, reads, kept, read)
+            )
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)

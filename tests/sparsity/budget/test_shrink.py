@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import loco_ext
 from loco_ext import sparsity
 from loco_ext.experiments import models
-from loco_ext.sparsity.budget import shrink
+from loco_ext.sparsity.budget import layer_time, shrink
 from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import Taylor, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
@@ -403,6 +403,46 @@ def test_layers_and_norms_with_their_own_code_shrink(cost: str, importance: str)
     given: Any = {cost: 0.6, "importance": importance, "batches": [(IMAGES_OF_8, torch.zeros(2, 4, 8, 8))]}
     _, report = sparsity.shrink_to(model, IMAGES_OF_8, loss=F.mse_loss, **given)
     assert report.parameters_after < report.parameters_before
+
+
+class OwnPadding(nn.Conv2d):
+    """A convolution whose own code pads, with more than its attribute says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (2, 2, 2, 2)), self.weight, self.bias, self.stride)
+
+
+class OwnLinear(nn.Module):
+    """A linear layer by a function, without torch's attributes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def test_layers_with_their_own_code_take_the_time_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def record(layer: Any, kind: Any) -> float:
+        module = getattr(layer, "module", layer)
+        seen.append((type(module), getattr(module, "padding", None), layer.weight.shape, tuple(kind["shape"])))
+        return 1.0
+
+    monkeypatch.setattr(layer_time, "seconds_of", record)
+    monkeypatch.setattr(layer_time, "seconds_of_layer", record)
+    tail = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    own = nn.Sequential(OwnConvolution(3, 8), OwnPadding(8, 8, 3, padding=1), *tail, OwnLinear(8, 4))
+    pad, linear = nn.ZeroPad2d(2), nn.Linear(8, 4, bias=False)
+    torchs = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), pad, nn.Conv2d(8, 8, 3), *tail, linear)
+    found = []
+    for model in (own, torchs):
+        seen.clear()
+        assert len(structure_of(model.eval(), [X], "half", "rings").times()) == 3
+        found.append(list(seen))
+    assert found[0] == found[1]
 
 
 def test_norm_is_the_share_of_the_folded_filters() -> None:
