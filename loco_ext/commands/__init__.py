@@ -194,7 +194,7 @@ def run(argv: Sequence[str] | None) -> int:
 def _message(error: TyperException) -> str:
     """Return the message of an error in the command line; for a wrong value, what was expected and what was given."""
     if type(error) is not typer.BadParameter or error.param is None:
-        return error.format_message()
+        return " ".join(error.format_message().split())  # the choices of a missing argument are one on each line
     text = error.message
     for found in getattr(error.__cause__, "errors", list)():  # typer checks values by pydantic
         kind, given = found["type"], found["input"]

@@ -79,6 +79,10 @@ class LocallyConnectedNd(nn.Module):
         _warn_of_former_name()
         return self.weight
 
+    def __dir__(self) -> list[str]:
+        """Return the names without the former one, as torch.jit.trace and others read all attributes of a module."""
+        return [name for name in super().__dir__() if name != "values"]
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "values":
             _warn_of_former_name()

@@ -166,6 +166,7 @@ CASES = {
         "--preset best": "--preset: expected one of paper, quick, got 'best'",
     },
     tuple(REPRODUCE): {
+        "": "Missing argument 'paper'. Choose from: loco-reg, sparsity, efcn, pilcro, linear-regions, all",
         "loco-reg --preset paper": "--data: expected the folder of the data sets with the preset paper",
         "efcn --preset cpu": "--data: expected the folder of CIFAR-10 with the preset cpu of efcn or all",
         "sparsity --stage 3": "--stage: expected at most 2, got 3",

@@ -214,6 +214,17 @@ def test_branches_on_numbers_of_tensors_are_not_traced() -> None:
         assert network.first.weight.shape[0] == 8  # type: ignore[union-attr, index]
 
 
+def test_branches_on_an_input_without_axes_are_not_traced() -> None:
+    class Scheduled(Network):
+        def forward(self, x: Tensor, step: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x if step.item() > 1 else -x)
+
+    network, report = sparsity.compact(model := Scheduled(lambda x, _: x), (X, torch.tensor(2)), cost="macs")
+    assert "its code depends on numbers of tensors" in report.notes["model"]
+    for step in (torch.tensor(2), torch.tensor(0)):
+        torch.testing.assert_close(network(X, step), model(X, step))
+
+
 def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
     network, _ = smaller_of(Network(padded_to_even))
     sparsity.save(network, tmp_path / "network")
