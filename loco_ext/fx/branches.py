@@ -122,3 +122,9 @@ class NumberProxy(fx.Proxy):
 
 class _Attribute(fx.proxy.Attribute, NumberProxy):
     """Attribute of such a proxy."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute; the type of a device is the example's, as a string, which torch.autocast demands."""
+        if (self.attr, name) == ("device", "type"):
+            return self.tracer.value(self).type
+        return super().__getattr__(name)

@@ -14,8 +14,9 @@ _POINTWISE = (
 _OTHERS_KEEPING_SHAPE = (
     "sqrt exp log prelu rrelu softmax logsoftmax softmin softmax2d batchnorm batchnorm1d batchnorm2d batchnorm3d "
     "syncbatchnorm instancenorm instancenorm1d instancenorm2d instancenorm3d groupnorm layernorm rmsnorm "
-    "localresponsenorm normalize channelshuffle flip roll cumsum float double half bfloat16 zeroslike oneslike"
+    "localresponsenorm normalize channelshuffle flip roll cumsum zeroslike oneslike"
 )
+CASTS = frozenset(["float", "double", "half", "bfloat16", "to", "typeas"])
 _RETURNING_NEW = (
     "cat mean sum clone relu relu6 leakyrelu elu gelu silu mish sigmoid tanh hardswish hardsigmoid softmax logsoftmax "
     "matmul adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d avgpool1d avgpool2d avgpool3d maxpool2d conv1d "
@@ -23,7 +24,7 @@ _RETURNING_NEW = (
     "indexselect takechannels mixedconv2d layernormwithconstants"
 )
 POINTWISE = frozenset(_POINTWISE.split())  # each number of the result depends on one number of the input
-KEEPING_SHAPE = POINTWISE | frozenset(_OTHERS_KEEPING_SHAPE.split())
+KEEPING_SHAPE = POINTWISE | CASTS | frozenset(_OTHERS_KEEPING_SHAPE.split())
 # Functions and methods that return new tensors; all others may return their argument or a view of it.
 RETURNING_NEW = ARITHMETIC | frozenset(_RETURNING_NEW.split())
 POOLS = {f"{kind}{axes}d": axes for kind in ("maxpool", "avgpool") for axes in (1, 2, 3)}  # numbers of spatial axes

@@ -101,11 +101,15 @@ class _Tracer(ResultTracer):
         """Return the length of a value for the example, and require the same of other inputs."""
         return int(self.number(length(obj), int))
 
+    def value(self, obj: Any) -> Any:
+        """Return what a value is for the example."""
+        assert self._values is not None
+        return self._values.of(obj.node)
+
     def number(self, obj: Any, kind: type) -> Any:
         """Return the number that a value is for the example, and require the same of other inputs."""
-        assert self._values is not None
         try:
-            value = self._values.of(obj.node)
+            value = self.value(obj)
         except DataDependentOutputException:
             value = None
         if value is None or isinstance(value, Tensor):

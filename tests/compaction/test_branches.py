@@ -51,6 +51,13 @@ def padded_to_even(x: Tensor, network: Network) -> Tensor:
     return F.pad(x, (0, x.shape[-1] % 2, 0, 1)) if x.shape[-2] % 2 else x
 
 
+def without_autocast(x: Tensor, network: Network) -> Tensor:
+    if x.device.type == "meta":
+        return x
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return x.float().square()
+
+
 def checked(x: Tensor, network: Network) -> Tensor:
     if x.ndim != 4 or x.shape[1] != network.second.in_channels or len(x.shape) != 4:
         raise ValueError(f"expected {network.second.in_channels} channels, got {x.shape[1]}")
@@ -109,6 +116,7 @@ def smaller_of(model: nn.Module) -> tuple[nn.Module, sparsity.Report]:
         (padded_to_even, [(16, 13), (20, 12)], [(15, 12)]),
         (checked, [(5, 9)], []),
         (enlarged, [(5, 9)], []),
+        (without_autocast, [(5, 9)], []),
         (in_parts, [(5, 12), (5, 8)], [(5, 5)]),
         (of_numbers, [], [(16, 13), (17, 12)]),
         (of_bools, [(9, 9), (9, 15)], [(16, 13), (16, 14)]),

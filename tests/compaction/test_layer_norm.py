@@ -66,6 +66,17 @@ def test_dead_filters_before_a_normalisation_go(norm: dict[str, Any], biased: bo
     same(sparsity.load(tmp_path), model, *images())
 
 
+def test_scales_ahead_of_a_normalisation_have_their_channels() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.reader(net.norm((net.depthwise(x) * net.scale).permute(0, 2, 3, 1)))
+
+    layers = {"depthwise": nn.Conv2d(8, 8, 3, padding=1, groups=8), "norm": nn.LayerNorm(8), "reader": nn.Linear(8, 4)}
+    model = Network(function, **layers, scale=nn.Parameter(0.5 + torch.rand(8, 1, 1))).double().eval()
+    model.depthwise.weight.data[:5], model.depthwise.bias.data[:5] = 0, 0
+    smaller, _ = compacted(model, *images(8))
+    assert smaller.get_submodule("reader").weight.shape == (4, 4)
+
+
 def test_groups_of_a_norm_ahead_of_a_normalisation_stay_whole() -> None:
     def function(net: Network, x: Tensor) -> Tensor:
         return net.reader(net.norm(net.groups(net.depthwise(x)).permute(0, 2, 3, 1)))

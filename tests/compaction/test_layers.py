@@ -33,6 +33,23 @@ class OwnConvolution(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
+class Standardised(nn.Conv2d):
+    """Convolution whose code gives the weights of each filter mean 0 and variance 1, and scales them."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(0.5 + torch.rand(sizes[1], 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, weight=(self.gain * 0.7).view(-1), training=True, momentum=0.0)
+        return F.conv2d(x, rows.reshape_as(self.weight), self.bias, self.stride, self.padding)
+
+
+def standardised() -> nn.Module:
+    return nn.Sequential(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), Standardised(8, 6, 3))
+
+
 def drop_samples(x: Tensor, training: bool) -> Tensor:
     """Apply stochastic depth; torch.fx does not trace into this function."""
     if not training:
@@ -88,6 +105,26 @@ def test_average_pools_called_as_functions_let_channels_go() -> None:
     assert sizes_of(smaller)[0][0] == 4
 
 
+def test_weights_that_code_computes_become_parameters() -> None:
+    model = standardised().double().eval()
+    for filters in (model[0].weight.data[:5], model[2].weight.data[1:3], model[4].weight.data[:1]):
+        filters.zero_()
+    network, report = compacted(model, torch.randn(2, 3, 9, 8).double())
+    assert sizes_of(network) == [(3, 3, 3, 3), (6, 3, 3, 3), (6, 6, 3, 3)]
+    assert [layer.name for layer in report.layers] == ["0", "2", "4"]
+    assert "0.gain" not in network.state_dict()
+    assert network.get_submodule("0").weight.requires_grad
+
+
+def test_in_a_budget_layers_whose_weights_code_computes_keep_their_filters() -> None:
+    """A filter may be other than zero though what it is computed from is zero, and has no importance of its own."""
+    x = torch.randn(2, 3, 9, 8)
+    _, report = sparsity.shrink_to(standardised(), x, macs=0.7, importance="norm", granularity="filters")
+    assert [layer.filters_after for layer in report.layers] == [8, 4, 6]
+    with pytest.raises(ValueError, match=r"got none; all channels are kept that these read or return: 0$"):
+        sparsity.shrink_to(standardised()[:1], x, macs=0.5, importance="norm")
+
+
 @pytest.mark.parametrize(
     ("dead", "padding", "norm"),
     covering(["whole groups", "half of each", "any"], [0, 1], [nn.BatchNorm2d, NormAndActivation, nn.SyncBatchNorm]),
@@ -110,3 +147,11 @@ def test_groups_shrink(dead: str, padding: int, norm: type[nn.Module]) -> None:
         grouped = next(layer for layer in report.layers if layer.name == "5")
         assert grouped.macs_executed <= 0.8 * grouped.macs_before
     compacted(model, x, fixed_size=True)
+
+
+def test_groups_of_a_branch_that_adds_nothing_go_with_it() -> None:
+    branch = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=2), Gate(4, 2), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Residual(branch), nn.Conv2d(4, 2, 3)).double().eval()
+    branch[2].weight.data.zero_()
+    network, _ = compacted(model, torch.randn(2, 3, 9, 8).double())
+    assert sizes_of(network) == [(4, 3, 3, 3), (2, 4, 3, 3)]

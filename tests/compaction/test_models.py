@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -543,6 +544,14 @@ def gated(net: Network, y: Tensor) -> Tensor:
     return y * torch.sigmoid(net.gate(y))
 
 
+def channels_last(net: Network, y: Tensor) -> Tensor:
+    return (y.permute(0, 2, 3, 1) / net.scale).permute(0, 3, 1, 2)
+
+
+def numbers(*shape: int) -> nn.Parameter:
+    return nn.Parameter(0.5 + torch.rand(shape))
+
+
 # Functions of a network and a value of eight channels, and parts of the network.
 PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Module | Tensor]]] = {
     "instance norm": (lambda net, y: net.norm(y), {"norm": instance_norm()}),
@@ -552,6 +561,13 @@ PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modul
     "one trained number": (lambda net, y: net.scale * y, {"scale": nn.Parameter(torch.full((1,), 3.0))}),
     "one number": (lambda net, y: y / net.scale, {"scale": torch.tensor(0.3)}),
     "gate for each pixel": (gated, {"gate": convolution(8, 1)}),
+    "scale of each channel": (lambda net, y: y.mul_(net.scale), {"scale": numbers(8, 1, 1)}),
+    "view of scales": (lambda net, y: net.scale.view(1, 8, 1, 1) * y, {"scale": numbers(8)}),
+    "scale of the last axis": (channels_last, {"scale": numbers(8)}),
+    "mask": (lambda net, y: y * net.mask, {"mask": (torch.arange(8.0) != 2).view(8, 1, 1)}),
+    "slope of each channel": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(8)}),
+    "one slope": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(1)}),
+    "casts": (lambda net, y: y.to(torch.float64).double().type_as(y), {}),
 }
 
 
@@ -566,6 +582,36 @@ def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str) -> None:
     assert network.get_submodule("last").weight.shape[1] == 3
     assert not report.notes
     compacted(model.train(), *IMAGES, fold_norms=False)
+
+
+def test_zeros_in_a_mask_remove_channels() -> None:
+    mask = (torch.arange(8.0) % 2).view(8, 1, 1)
+    model = Network(lambda net, x: net.last(net.first(x) * net.mask), **chain(), mask=mask)
+    network, _ = compacted(model.double().eval(), *IMAGES)
+    assert network.get_submodule("first").weight.shape[0] == network.mask.numel() == 4
+
+
+def test_shifts_of_dead_filters_are_folded_and_those_of_others_still_train(tmp_path: Path) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last((net.shift - net.scale.view(-1, 1, 1) * net.first(x)).relu())
+
+    parts = {"last": nn.Conv2d(8, 4, 3), "scale": numbers(8), "shift": numbers(1, 8, 1, 1)}
+    model = Network(function, first=convolution(3, 8), **parts).double().eval()
+    model.first.weight.data[::2] = 0
+    network, _ = compacted(model, *IMAGES)
+    assert network.get_submodule("last").weight.shape[1] == 4
+    for each in (model, network):
+        each(IMAGES[0]).square().sum().backward()
+    torch.testing.assert_close(network.scale.grad, model.scale.grad[1::2])
+    torch.testing.assert_close(network.shift.grad, model.shift.grad[:, 1::2])
+    sparsity.save(network, tmp_path)
+    same(sparsity.load(tmp_path), model, *IMAGES)
+
+
+def test_numbers_that_several_operations_read_keep_their_channels() -> None:
+    model = Network(lambda net, x: net.last(net.scale * net.first(x) * net.scale), **chain(), scale=numbers(8, 1, 1))
+    report = check(model, *IMAGES)
+    assert report.notes.keys() == {"mul", "mul_1"}
 
 
 @pytest.mark.parametrize("zero", [nn.Parameter(torch.zeros(1)), torch.tensor(0.0)], ids=["parameter", "buffer"])

@@ -25,6 +25,7 @@ from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.describe import kept_channels, pixels_of, samples_of
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import annotated_graph
+from loco_ext.sparsity.compaction.layers import COMPUTED
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 from loco_ext.sparsity.compaction.whole_filters import filter_weights, filters_first, has_whole_filters
@@ -261,15 +262,16 @@ def structure_of(
         raise TypeError(f"skip: expected several names of the model's modules, got {skip!r}")
     inner = unwrapped(model)
     copy = copied(inner).eval()
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            parameter.fill_(_NONZERO)
     try:
-        channels = classes_of_channels(Channels(annotated_graph(copy, inputs), {}, False, False))
+        graph = annotated_graph(copy, inputs)
     except UntraceableError as error:
         why = str(error)
         named = why if why.startswith("model:") else f"model: expected one that torch.fx can trace; {why}"
         raise ValueError(named) from error
+    with torch.no_grad():
+        for parameter in graph.parameters():
+            parameter.fill_(_NONZERO)
+    channels = classes_of_channels(Channels(graph, {}, False, False))
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
     fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))
@@ -288,7 +290,7 @@ def structure_of(
         elif (place := next((k for k, layer in enumerate(layers) if layer.module is mine), None)) is not None:
             layers[place] = layers[place].called_again(_kind(channels, node), float(pixels_of(node, module, samples)))
         else:
-            kept = any(f"{node.target}.".startswith(f"{name}.") for name in skip)
+            kept = COMPUTED in node.meta or any(f"{node.target}.".startswith(f"{name}.") for name in skip)
             fixed[classes] |= kept
             (source,) = channels.sources(node)
             is_grouped = getattr(module, "groups", 1) > 1
@@ -308,7 +310,8 @@ def structure_of(
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
     structure = Structure(layers, norms, fixed, elsewhere, max(0.0, _macs_of(copy, inputs) - in_layers))
     if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
-        names = ", ".join([*kept_channels(channels)][:_NAMED])
+        computed = [str(node.target) for node in channels.layers if COMPUTED in node.meta]
+        names = ", ".join([*computed, *kept_channels(channels)][:_NAMED])
         why = f"; all channels are kept that these read or return: {names}" if names else ""
         raise ValueError(f"model: expected convolutions or linear layers that can be made smaller, got none{why}")
     for name in skip:

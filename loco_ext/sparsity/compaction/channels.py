@@ -343,6 +343,8 @@ def _even_out(channels: Channels) -> None:
 
 def _even_out_layer(channels: Channels, node: fx.Node) -> bool:
     """Return whether any channels were added."""
+    if not len(channels.kept(node)):  # the smaller network does not compute the layer
+        return False
     (source,) = channels.sources(node)
     groups = channels.layers[node].groups
     sides = [channels.values[x].ids.reshape(groups, -1) for x in (source, node)]

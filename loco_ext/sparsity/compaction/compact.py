@@ -56,7 +56,8 @@ def compact(
       read them.
     - *Residual blocks* that add nothing become the identity.
     - *Computed weights* become parameters with their values in eval mode, if torch's parametrizations or the hooks of
-      its weight_norm, spectral_norm and prune compute them. Masked filters are removed like filters of zeros.
+      its weight_norm, spectral_norm and prune compute them, or code that computes a convolution's weight from
+      parameters alone. Masked filters are removed like filters of zeros.
 
     What cannot be made smaller safely is kept, and the report says why. Gradients flow, so the result can be trained
     further.

@@ -165,8 +165,8 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
 def _passes_on(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node treats all channels the same, whatever their number, and has nothing for each."""
     role, module = channels.role(node), channels.info.module(node)
-    plain = module is None or not has_channels(module)
-    return plain and role in (Role.MOVE, Role.PER_CHANNEL)
+    for_each = channels.info.by_channel(node) if module is None else has_channels(module)
+    return not for_each and role in (Role.MOVE, Role.PER_CHANNEL)
 
 
 def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:

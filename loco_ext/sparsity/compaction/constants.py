@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from loco_ext.fx.modules import paddings
-from loco_ext.fx.operations import operation
+from loco_ext.fx.operations import CASTS, operation
 from loco_ext.sparsity.compaction.roles import (
     NORMS,
     GraphInfo,
@@ -81,6 +81,8 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         return np.where((constants != 0) & zeros, np.nan, constants)
     if node.target is operator.getitem:
         return constants
+    if name in CASTS:
+        return _finite(torch.from_numpy(constants).to(node.meta["dtype"]).double().numpy())
     if is_resampling(name):
         keeps = name != "sum" and keeps_constants(module)
         return constants.copy() if keeps else np.where(constants == 0, 0.0, np.nan)
@@ -90,9 +92,11 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         zero = np.broadcast_to((by_group == 0).all(1, keepdims=True), by_group.shape).reshape(-1)
         return _finite(np.where(zero, shifts, np.nan))
     if whole := info.read_whole(node):
-        one, other = (np.asarray(info.number_of(x)) if x in whole else constants for x in node.args)
-        # A factor of zero does not make channels constant: it may be trained.
-        return np.where(np.isnan(constants), np.nan, after_arithmetic(name, one, other))
+        (source,) = info.nodes[node].sources
+        one, other = (info.numbers_of(x, source) if x in whole else constants for x in node.args)
+        after = after_arithmetic(name, one, other)
+        # A factor of zero does not make channels constant, because it may be trained, unless it is part of a mask.
+        return after if info.is_masked(node) else np.where(np.isnan(constants), np.nan, after)
     return _evaluate(node, module, constants)
 
 

@@ -49,7 +49,7 @@ def kept_channels(channels: Channels) -> dict[str, str]:
     return {
         str(node.target) if node.op == "call_module" else node.meta.get(MODULE, node.name): info.why_kept(node)
         for node, each in info.nodes.items()
-        if each.role is Role.OTHER and each.sources and not _is_no_layer(node)
+        if each.role is Role.OTHER and each.sources and not _is_no_layer(node) and info.stored(node) is None
     }
 
 

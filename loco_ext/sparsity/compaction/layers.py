@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext.fx.modules import count_owners, unused_name
+
+COMPUTED = "computed"  # key in the meta of a convolution whose weight the model's code computes
 
 
 class _Call(NamedTuple):
@@ -42,6 +45,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
         graph: graph whose nodes have the shapes of their results in their meta.
         model: the model that the graph belongs to.
     """
+    _store_computed_weights(graph)
     readers = Counter(
         str(read.target) for node in graph.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
     )
@@ -57,6 +61,43 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
         if layer is not None and alone and all(owned[id(p)] == 1 for p in layer.parameters()):
             _replace(graph, node, layer.eval(), read)
     graph.recompile()
+
+
+@torch.no_grad()
+def _store_computed_weights(graph: fx.GraphModule) -> None:
+    """Make parameters of the weights of convolutions that code computes from parameters, with their present values."""
+    interpreter = fx.Interpreter(graph, garbage_collect_values=False)
+    parts: dict[fx.Node, dict[fx.Node, None]] = {}  # what values that depend on no input come from
+    for node in list(graph.graph.nodes):
+        read = node.all_input_nodes
+        calls = node.op in ("call_function", "call_method") and read
+        if node.op == "get_attr" or (calls and parts.keys() >= {*read}):
+            parts[node] = {**{part: None for x in read for part in parts[x]}, node: None}
+            interpreter.env[node] = interpreter.run_node(node)
+        elif node.target in _CONVOLUTIONS:
+            weight: Any = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+            if weight in parts and weight.op != "get_attr":
+                _store_weight(graph, node, weight, interpreter.env[weight], parts[weight])
+
+
+def _store_weight(
+    graph: fx.GraphModule, node: fx.Node, weight: fx.Node, value: Tensor, parts: dict[fx.Node, None]
+) -> None:
+    """Make a parameter of a convolution's weight if it is computed from one, and erase what nothing reads any more."""
+    parameters = [part for part in parts if isinstance(stored_tensor(graph, part), nn.Parameter)]
+    if not parameters:
+        return
+    name = unused_name(graph, str(parameters[0].target))
+    owner, _, attribute = name.rpartition(".")
+    trains = any(stored_tensor(graph, part).requires_grad for part in parameters)
+    graph.get_submodule(owner).register_parameter(attribute, nn.Parameter(value.clone(), trains))
+    with graph.graph.inserting_before(node):
+        stored = graph.graph.get_attr(name)
+    stored.meta, node.meta[COMPUTED] = dict(weight.meta), True
+    node.replace_input_with(weight, stored)
+    for part in reversed(parts):
+        if not part.users:
+            graph.graph.erase_node(part)
 
 
 def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[fx.Node]) -> None:
@@ -91,13 +132,13 @@ def _layer(graph: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     given = {name: options.pop(name, None) for name in function.weights}
     computed: list[fx.Node] = []
     fx.node.map_arg(options, computed.append)
-    weights = {name: _tensor(graph, value) for name, value in given.items()}
+    weights = {name: stored_tensor(graph, value) for name, value in given.items()}
     foreign = any(value is not None and not isinstance(weights[name], Tensor) for name, value in given.items())
     return None if computed or foreign else function.build(_Call(weights, options, len(node.meta["shape"])))
 
 
-def _tensor(graph: fx.GraphModule, value: Any) -> Tensor | None:
-    """Return the parameter or buffer that the node reads."""
+def stored_tensor(graph: fx.GraphModule, value: Any) -> Any:
+    """Return the parameter or buffer that a node reads; None for anything else."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
     owner, _, name = str(value.target).rpartition(".")
@@ -157,15 +198,24 @@ def _batch_norm(call: _Call) -> nn.Module | None:
     return _with(kind(len(mean), eps=eps, momentum=momentum, affine=weight is not None), call)
 
 
+def _prelu(call: _Call) -> nn.Module | None:
+    weight = call.weights["weight"]
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return None
+    return _with(nn.PReLU(len(weight)), call)
+
+
 _POOL = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _CONVOLUTION = _Function(
     ("weight", "bias", "stride", "padding", "dilation", "groups"), ("weight", "bias"), _convolution
 )
 _NORM_WEIGHTS = ("running_mean", "running_var", "weight", "bias")
 _FUNCTIONS: dict[Any, _Function] = {
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONVOLUTION),
+    **dict.fromkeys(_CONVOLUTIONS, _CONVOLUTION),
     F.linear: _Function(("weight", "bias"), ("weight", "bias"), _linear),
     F.layer_norm: _Function(("normalized_shape", "weight", "bias", "eps"), ("weight", "bias"), _layer_norm),
+    F.prelu: _Function(("weight",), ("weight",), _prelu),
     F.group_norm: _Function(("num_groups", "weight", "bias", "eps"), ("weight", "bias"), _group_norm),
     F.batch_norm: _Function((*_NORM_WEIGHTS, "training", "momentum", "eps"), _NORM_WEIGHTS, _batch_norm),
     F.avg_pool1d: _Function(_POOL, (), lambda call: nn.AvgPool1d(**call.options)),

@@ -17,6 +17,7 @@ from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order, union
 from loco_ext.sparsity.compaction.cut import cut
+from loco_ext.sparsity.compaction.layers import stored_tensor
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, is_depthwise
 from loco_ext.sparsity.compaction.whole_filters import has_whole_filters, with_filters
@@ -135,7 +136,8 @@ class Rewriter:
         kept = self._kept[node] = self._kept[sources[0]]
         module = self._channels.info.module(node)
         if module is None:
-            return self._graph.node_copy(node, self._new.__getitem__)
+            cut = {x: self._cut_operand(x, kept) for x in self._channels.info.by_channel(node)}
+            return self._graph.node_copy(node, lambda x: cut[x] if x in cut else self._new[x])
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
             weight = module.weight.detach()[kept]
@@ -144,6 +146,19 @@ class Rewriter:
         if type(module) in NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             self._owner.set_submodule(str(node.target), _cut_by_channel(module, kept))
         return self._graph.call_module(str(node.target), (self._new[sources[0]],))
+
+    def _cut_operand(self, operand: fx.Node, kept: list[int]) -> fx.Node:
+        """Return the numbers of these channels of a module's tensor, in the axes of the operand, a view of it."""
+        read: Any = self._channels.info.stored(operand)
+        owner, _, name = str(read.target).rpartition(".")
+        whole = stored_tensor(self._channels.graph, read)
+        part = whole.detach().index_select(_long_axis(whole.shape), torch.tensor(kept, device=whole.device))
+        if isinstance(whole, nn.Parameter):
+            part = nn.Parameter(part, whole.requires_grad)
+        setattr(self._owner.get_submodule(owner), name, part)
+        result, shape = self._graph.get_attr(str(read.target)), operand.meta["shape"]
+        sizes = [-1 if axis == _long_axis(shape) else 1 for axis in range(len(shape))]
+        return result if operand is read else self._graph.call_method("view", (result, *sizes))
 
     def _join(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         constant = self._channels.constant_operand(node)
@@ -262,6 +277,11 @@ class Rewriter:
         name = unused_name(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
+
+
+def _long_axis(shape: Sequence[int]) -> int:
+    """Return the only axis that is longer than 1."""
+    return shape.index(max(shape))
 
 
 def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:

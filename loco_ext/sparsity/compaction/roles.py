@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
@@ -17,6 +17,7 @@ from loco_ext.fx.modules import count_owners, is_hooked
 from loco_ext.fx.operations import (
     ADAPTIVE_POOLS,
     ARITHMETIC,
+    CASTS,
     POINTWISE,
     POOLS,
     axes_in_order,
@@ -27,6 +28,7 @@ from loco_ext.fx.operations import (
 )
 from loco_ext.fx.sizes import Inference, unchanged_axes
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
+from loco_ext.sparsity.compaction.layers import stored_tensor
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
@@ -86,6 +88,8 @@ class GraphInfo:
             for node in graph.graph.nodes
             if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
         }
+        reads = graph.graph.find_nodes(op="get_attr")
+        self._readers = Counter(str(node.target) for node in reads for _ in node.users)
         self._refused: set[int] = set()  # modules that are called more than once, once at least with the role OTHER
         self._axes: dict[fx.Node, int] = {}
         self.nodes: dict[fx.Node, NodeInfo] = {}
@@ -125,14 +129,37 @@ class GraphInfo:
         """Return the buffer that the node reads; None if it does something else."""
         return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
 
-    def number_of(self, node: Any) -> float:
-        """Return the number that an operand of arithmetic is; NaN if it is not one number or depends on the inputs."""
-        if not isinstance(node, fx.Node):
-            return float(node)
-        if node.op != "get_attr" or math.prod(node.meta["shape"]) != 1:
-            return math.nan
-        owner, _, name = str(node.target).rpartition(".")
-        return float(getattr(self._root.get_submodule(owner), name).detach())
+    def stored(self, node: fx.Node) -> fx.Node | None:
+        """Return the node that reads the tensor of a module of which the node is a view, or itself; None if neither."""
+        if node.op == "get_attr":
+            return node
+        is_view = operation(node, self.modules) in ("view", *_VIEWS) and node.all_input_nodes == [*node.args[:1]]
+        return self.stored(node.all_input_nodes[0]) if is_view else None
+
+    def numbers_of(self, operand: Any, source: fx.Node) -> NDArray[np.float64]:
+        """Return the number, or those for the channels of ``source``, that a tensor of a module has; NaN for others."""
+        read = self.stored(operand)
+        if read is None or not (math.prod(operand.meta["shape"]) == 1 or self._is_by_channel(operand, source)):
+            return np.asarray(math.nan)
+        return stored_tensor(self._root, read).detach().double().cpu().numpy().reshape(-1)
+
+    def by_channel(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operands of arithmetic that are tensors of a module, or views of them, cut with the channels."""
+        return [x for x in self.read_whole(node) if self._is_by_channel(x, self.nodes[node].sources[0])]
+
+    def is_masked(self, node: fx.Node) -> bool:
+        """Return whether arithmetic has an operand that is a buffer with a number for each channel."""
+        return any(read and self.buffer(read) is not None for read in map(self.stored, self.by_channel(node)))
+
+    def _is_by_channel(self, operand: fx.Node, source: fx.Node) -> bool:
+        """Return whether an operand is a tensor that has one number for each channel and that nothing else reads."""
+        read, shape = self.stored(operand), operand.meta["shape"]
+        place, count = self.axis(source) - rank(source) + len(shape), self.channels(source)
+        if read is None or not 0 <= place < len(shape) or not shape[place] == math.prod(shape) == count:
+            return False
+        owner = self._root.get_submodule(str(read.target).rpartition(".")[0])
+        shared = id(owner) in self._calls or id(stored_tensor(self._root, read)) in self._shared
+        return not shared and self._readers[str(read.target)] == 1 and len(operand.users) == 1
 
     def arithmetic(self, node: fx.Node) -> str | None:
         """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""
@@ -250,6 +277,8 @@ class GraphInfo:
             return Role.PER_CHANNEL if name in _REDUCTIONS else Role.MOVE
         if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1:
             return Role.PER_CHANNEL
+        if name in CASTS and node.meta["dtype"].is_floating_point:  # to a dtype that may be read from another tensor
+            return Role.PER_CHANNEL
         if self.axis(source) != 1:
             return Role.OTHER
         if name == "flatten" and self.sizes.of(node) == self.sizes.flattened(source):
@@ -293,15 +322,16 @@ class GraphInfo:
         return axis if axis < before else axis + added if axis >= rank(source) - behind else None
 
     def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
-        """Return the operand of arithmetic along whose channels the other is broadcast; None if there is none.
+        """Return the operand of arithmetic that alone has channels; None if there is none.
 
-        Also None where a channel of zeros would depend on the input afterwards: only factors may be other than numbers.
+        The other is broadcast along them, or is a tensor of a module with one number for each. Also None where a
+        channel of zeros would depend on the input afterwards: only factors may be other than such numbers.
         """
         name, found = self.arithmetic(node), []
         for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
             place = self.axis(one) - rank(one) + rank(other)
-            is_broadcast = place < 0 or self.sizes.number(other, place) == 1
-            if rank(one) == rank(node) and is_broadcast and (name == "mul" or not math.isnan(self.number_of(other))):
+            alone = place < 0 or self.sizes.number(other, place) == 1 or self._is_by_channel(other, one)
+            if rank(one) == rank(node) and alone and (name == "mul" or not np.isnan(self.numbers_of(other, one)).any()):
                 found.append(one)
         return found[0] if len(found) == 1 else None
 

@@ -27,6 +27,10 @@ def spell_out_views(graph: fx.GraphModule) -> None:
     modules = dict(graph.named_modules())
     for node in list(graph.graph.nodes):
         _add_instead(graph, node, modules)
+        if operation(node, modules) == "typeas":
+            with graph.graph.inserting_before(node):
+                node.args = node.args[0], graph.graph.call_function(getattr, (node.args[1], "dtype"))
+            node.target = "to"
     sizes = Inference(graph)
     for node in list(graph.graph.nodes):
         name = operation(node, modules)

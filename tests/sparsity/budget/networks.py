@@ -95,11 +95,29 @@ class Residual(nn.Module):
         return self.head(self.grouped(x).mean((2, 3)))
 
 
+class Scaled(nn.Module):
+    """A block whose channels have learned slopes, scales and shifts, which no layer holds, and casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv1, self.slope = nn.Conv2d(8, 10, 3, padding=1), nn.Parameter(torch.rand(10))
+        self.conv2, self.scale = nn.Conv2d(10, 8, 3, padding=1), nn.Parameter(0.5 + torch.rand(8))
+        self.shift, self.head = nn.Parameter(torch.randn(8, 1, 1)), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        y = nn.functional.prelu(self.conv1(x), self.slope).type_as(x)
+        x = x + self.conv2(y) * self.scale.view(1, -1, 1, 1) + self.shift
+        return self.head(x.mean((2, 3)))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "depthwise": depthwise,
     "residual": Residual,
     "decoder": decoder,
+    "scaled": Scaled,
 }
 
 
