@@ -7,8 +7,6 @@
 #include <torch/csrc/stable/macros.h>
 #endif
 
-#include <string>
-
 #include "common/check.h"
 
 // torch's text of this thread's last error; null where torch is older than 2.13.

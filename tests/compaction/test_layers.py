@@ -94,6 +94,18 @@ def test_a_norm_that_is_never_trained_stays_a_function() -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
 
 
+def test_functions_of_the_weights_of_a_layer_that_is_called_as_well_stay() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.first(x)
+        return net.last(net.middle(y) + F.conv2d(y, net.middle.weight, net.middle.bias, padding=2, dilation=2))
+
+    layers = {"first": nn.Conv2d(3, 8, 3), "middle": nn.Conv2d(8, 8, 3, padding=1), "last": nn.Conv2d(8, 2, 3)}
+    model = strike(Network(function, **layers)).double().eval()
+    _, report = compacted(model, torch.randn(2, 3, 12, 11).double())
+    assert "model" not in report.notes
+    assert "read outside" in report.notes["middle"]
+
+
 def test_average_pools_called_as_functions_let_channels_go() -> None:
     def function(net: Network, x: Tensor) -> Tensor:
         return net.last(F.avg_pool2d(net.first(x), kernel_size=3, stride=1, padding=1))
@@ -114,6 +126,22 @@ def test_weights_that_code_computes_become_parameters() -> None:
     assert [layer.name for layer in report.layers] == ["0", "2", "4"]
     assert "0.gain" not in network.state_dict()
     assert network.get_submodule("0").weight.requires_grad
+
+
+def test_weights_that_code_computes_from_those_of_called_layers_can_be_saved(tmp_path: Path) -> None:
+    """As those of a convolution that is scaled, while it trains, by the batch norm behind it."""
+
+    def function(net: Network, x: Tensor) -> Tensor:
+        scale = net.norm.weight.view(-1, 1, 1, 1)
+        y = F.conv2d(net.first(x), scale * net.middle.weight) / scale.view(-1, 1, 1)
+        return net.norm(y) + F.conv2d(x, net.first.weight * 2)[:, :, 2:, 2:]
+
+    layers = {"first": nn.Conv2d(3, 8, 3), "middle": nn.Conv2d(8, 8, 3), "norm": nn.BatchNorm2d(8)}
+    model, x = strike(Network(function, **layers)).double().eval(), torch.randn(2, 3, 9, 8).double()
+    network, report = compacted(model, x)
+    assert "model" not in report.notes
+    sparsity.save(network, tmp_path)
+    assert torch.equal(sparsity.load(tmp_path)(x), network(x))
 
 
 def test_in_a_budget_layers_whose_weights_code_computes_keep_their_filters() -> None:

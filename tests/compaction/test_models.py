@@ -608,10 +608,30 @@ def test_shifts_of_dead_filters_are_folded_and_those_of_others_still_train(tmp_p
     same(sparsity.load(tmp_path), model, *IMAGES)
 
 
-def test_numbers_that_several_operations_read_keep_their_channels() -> None:
-    model = Network(lambda net, x: net.last(net.scale * net.first(x) * net.scale), **chain(), scale=numbers(8, 1, 1))
-    report = check(model, *IMAGES)
-    assert report.notes.keys() == {"mul", "mul_1"}
+def read_by_a_view_as_well(net: Network, x: Tensor) -> Tensor:
+    scale = net.scale.view(1, 8)
+    return net.last(net.first(x) * scale[..., None, None]) * scale.mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda net, x: net.last(net.scale * net.first(x) * net.scale), (8, 1, 1)),
+        (read_by_a_view_as_well, (8,)),
+        (lambda net, x: net.last(net.first(x) * net.scale.view(1, 8, 1, 1)), (2, 4)),
+    ],
+    ids=["read twice", "read by a view", "of several axes"],
+)
+def test_numbers_that_cannot_be_cut_keep_their_channels(
+    function: Callable[[Network, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    report = check(Network(function, **chain(), scale=numbers(*shape)), *IMAGES)
+    assert "dead filters" in report.layers[0].kept
+
+
+def test_a_view_of_a_number_without_axes_scales_one_channel() -> None:
+    layers = {"first": convolution(3, 1), "last": convolution(1, 4)}
+    check(Network(lambda net, x: net.last(net.first(x) * net.scale.view(1, 1, 1)), **layers, scale=numbers()), *IMAGES)
 
 
 @pytest.mark.parametrize("zero", [nn.Parameter(torch.zeros(1)), torch.tensor(0.0)], ids=["parameter", "buffer"])

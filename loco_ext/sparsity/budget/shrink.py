@@ -237,7 +237,8 @@ class BudgetSearch:
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
-                high, least = target, min(least, reached)
+                high = target = counted  # larger targets up to this one give the same sizes
+                least = min(least, reached)
                 if cheapest:
                     break
             guess, stuck = min(1.0, target * self.share / reached), found is None and tried >= _GUESSES

@@ -36,7 +36,7 @@ class _Function(NamedTuple):
 
 
 def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
-    """Replace each function that is the only reader of a module's own weights, or that pools, by a layer.
+    """Replace each function that pools, or alone reads the weights of a module that is not called, by a layer.
 
     A batch normalisation only replaces the function of a module that normalises by its batch in training, as subclasses
     of torch's batch normalisations do.
@@ -49,7 +49,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
     readers = Counter(
         str(read.target) for node in graph.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
     )
-    owned = count_owners(graph)
+    owned, called = count_owners(graph), _called(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in _FUNCTIONS or "shape" not in node.meta:
             continue
@@ -58,6 +58,7 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
             continue
         read = [x for x in node.all_input_nodes if x.op == "get_attr"]
         alone = all(readers[str(x.target)] == 1 == len(x.users) for x in read)
+        alone &= called.isdisjoint(str(x.target).rpartition(".")[0] for x in read)
         if layer is not None and alone and all(owned[id(p)] == 1 for p in layer.parameters()):
             _replace(graph, node, layer.eval(), read)
     graph.recompile()
@@ -87,7 +88,10 @@ def _store_weight(
     parameters = [part for part in parts if isinstance(stored_tensor(graph, part), nn.Parameter)]
     if not parameters:
         return
-    name = unused_name(graph, str(parameters[0].target))
+    called = _called(graph)
+    names = (str(part.target) for part in parameters)
+    # A layer that stays a layer can have no further parameter, with which no file would be read.
+    name = unused_name(graph, next((x for x in names if x.rpartition(".")[0] not in called), node.name))
     owner, _, attribute = name.rpartition(".")
     trains = any(stored_tensor(graph, part).requires_grad for part in parameters)
     graph.get_submodule(owner).register_parameter(attribute, nn.Parameter(value.clone(), trains))
@@ -116,6 +120,11 @@ def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[
     node.replace_all_uses_with(called)
     for gone in (node, *read):
         graph.graph.erase_node(gone)
+
+
+def _called(graph: fx.GraphModule) -> set[str]:
+    """Return the names of the modules that the graph calls."""
+    return {str(node.target) for node in graph.graph.find_nodes(op="call_module")}
 
 
 def _normalises(model: nn.Module, node: fx.Node) -> bool:

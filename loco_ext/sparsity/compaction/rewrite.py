@@ -280,7 +280,7 @@ class Rewriter:
 
 
 def _long_axis(shape: Sequence[int]) -> int:
-    """Return the only axis that is longer than 1."""
+    """Return the only axis that may be longer than 1."""
     return shape.index(max(shape))
 
 

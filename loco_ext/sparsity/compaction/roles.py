@@ -88,8 +88,9 @@ class GraphInfo:
             for node in graph.graph.nodes
             if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
         }
-        reads = graph.graph.find_nodes(op="get_attr")
-        self._readers = Counter(str(node.target) for node in reads for _ in node.users)
+        reads = ((read, user) for node in graph.graph.nodes if (read := self.stored(node)) for user in node.users)
+        # By the name of a module's tensor: the number of nodes that read it, or a view of it, and are no views of it.
+        self._readers = Counter(str(read.target) for read, user in reads if self.stored(user) is None)
         self._refused: set[int] = set()  # modules that are called more than once, once at least with the role OTHER
         self._axes: dict[fx.Node, int] = {}
         self.nodes: dict[fx.Node, NodeInfo] = {}
@@ -157,9 +158,9 @@ class GraphInfo:
         place, count = self.axis(source) - rank(source) + len(shape), self.channels(source)
         if read is None or not 0 <= place < len(shape) or not shape[place] == math.prod(shape) == count:
             return False
-        owner = self._root.get_submodule(str(read.target).rpartition(".")[0])
-        shared = id(owner) in self._calls or id(stored_tensor(self._root, read)) in self._shared
-        return not shared and self._readers[str(read.target)] == 1 and len(operand.users) == 1
+        owner, whole = self._root.get_submodule(str(read.target).rpartition(".")[0]), stored_tensor(self._root, read)
+        shared = id(owner) in self._calls or id(whole) in self._shared or self._readers[str(read.target)] > 1
+        return not shared and count == max(whole.shape, default=0)
 
     def arithmetic(self, node: fx.Node) -> str | None:
         """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""

@@ -688,6 +688,28 @@ def test_the_least_that_is_named_can_be_reached() -> None:
         assert 0.99 * least <= after / before <= least
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_most_filters_that_meet_a_budget_are_kept_where_compaction_reaches_another_cost(mask: bool) -> None:
+    """Shifts keep one constant channel for all that are removed; a mask has removed channels before."""
+
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.first(x)
+        return net.last(y * net.mask if mask else (y + net.shift).relu())
+
+    parts = {"first": nn.Conv2d(3, 8, 3, padding=1), "last": nn.Conv2d(8, 4, 3, padding=1)}
+    numbers = {"mask": (torch.arange(8.0) % 2).view(8, 1, 1)} if mask else {"shift": nn.Parameter(torch.rand(8, 1, 1))}
+    model = Network(function, **parts, **numbers)
+    model.first.weight.data *= torch.arange(1.0, 9.0).view(8, 1, 1, 1)
+    reached = []
+    for removed in range(8):
+        smaller = copy.deepcopy(model)
+        smaller.first.weight.data[:removed], smaller.first.bias.data[:removed] = 0, 0
+        report = sparsity.compact(smaller, X, cost="macs", fold_norms=False)[1]
+        reached.append(report.parameters_after / report.parameters_before)
+    _, report = sparsity.shrink_to(model, X, parameters=0.5, importance="norm", granularity="filters")
+    assert report.parameters_after / report.parameters_before == max(share for share in reached if share <= 0.5)
+
+
 @pytest.mark.parametrize(("share", "filters"), [(0.126, 1), (0.2, 5), (0.3, 8)])
 def test_a_budget_below_the_count_is_met_where_compaction_removes_more(share: float, filters: int) -> None:
     """Most filters of the first layer are zeros; they count, because they are not removed."""
