@@ -176,4 +176,4 @@ def test_errors_inside_torch_are_told_in_its_words():
     """Training loops look for the words of the allocator to try a smaller batch (accelerate, Lightning)."""
     values = torch.randn(PATTERN.nnz, 1, 3, 2)
     with pytest.raises(RuntimeError, match=r"DefaultCPUAllocator: can't allocate memory.*new_empty"):
-        ops.block_sparse_matmul(torch.zeros(1, 1, 1).expand(1 << 40, 6, 3), values, PATTERN)
+        ops.block_sparse_matmul(torch.zeros(1, 1, 1).expand(1 << 44, 6, 3), values, PATTERN)

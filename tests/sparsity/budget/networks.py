@@ -13,6 +13,7 @@ from loco_ext.sparsity.budget import layer_time, shrink
 
 IMAGE = (3, 9, 9)
 CLASSES = 4
+IMAGES_OF_8 = torch.randn(2, 3, 8, 8)
 
 
 def plain() -> nn.Module:
@@ -192,3 +193,14 @@ def fake_times(patch: Callable[[Any, str, Any], None], share: float, together: i
     patch(layer_time, "seconds_of", seconds_of)
     patch(layer_time, "seconds_of_layer", seconds_of_layer)
     patch(shrink, "compact", compact)
+
+
+def conv(channels: int, filters: int, padding: int = 1) -> nn.Module:
+    return nn.Conv2d(channels, filters, 3, padding=padding)
+
+
+def between(norm: nn.Module) -> nn.Module:
+    """Return a network with a norm between its layers."""
+    if isinstance(norm, nn.BatchNorm1d):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), norm, nn.ReLU(), nn.Linear(12, 10))
+    return nn.Sequential(conv(3, 32), norm, nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 10, 0))

@@ -1,4 +1,4 @@
-"""Networks of a given cost: the cost counted by hooks, importance by differences, and what has to stay."""
+"""Networks of a given cost: the cost counted by hooks, and what has to stay."""
 
 import copy
 import importlib
@@ -19,12 +19,22 @@ from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget import layer_time, shrink
 from loco_ext.sparsity.budget import structure as structure_module
-from loco_ext.sparsity.budget.importance import Taylor, by_norm, by_taylor
+from loco_ext.sparsity.budget.importance import by_norm
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two
 from tests.covering import covering, slow
-from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, fake_times, macs, network
+from tests.sparsity.budget.networks import (
+    IMAGE,
+    IMAGES_OF_8,
+    NETWORKS,
+    batches,
+    between,
+    conv,
+    fake_times,
+    macs,
+    network,
+)
 
 X = torch.zeros(2, *IMAGE)
 compact_module = importlib.import_module("loco_ext.sparsity.compaction.compact")  # the package has its function
@@ -92,18 +102,6 @@ def time_first(net: Any, x: Tensor) -> Tensor:
     return net.last(F.relu(net.middle(net.first(x.transpose(0, 1)))).mean(0))
 
 
-def conv(channels: int, filters: int, padding: int = 1) -> nn.Module:
-    return nn.Conv2d(channels, filters, 3, padding=padding)
-
-
-def between(norm: nn.Module) -> nn.Module:
-    """Return a network with a norm between its layers."""
-    if isinstance(norm, nn.BatchNorm1d):
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), norm, nn.ReLU(), nn.Linear(12, 10))
-    return nn.Sequential(conv(3, 32), norm, nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 10, 0))
-
-
-IMAGES_OF_8 = torch.randn(2, 3, 8, 8)
 OF_THE_BATCH = [nn.BatchNorm2d(32, affine=affine, track_running_stats=False) for affine in (True, False)]
 LINEAR = {"first": nn.Linear(8, 64), "middle": nn.Linear(64, 512), "last": nn.Linear(512, 10)}
 STRUCTURES: dict[str, tuple[nn.Module, Tensor, float]] = {
@@ -282,94 +280,6 @@ def test_batches_have_as_many_inputs_as_the_example(kind: type) -> None:
     torch.testing.assert_close(smaller(X, torch.zeros(len(X), 4)), expected(X))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_taylor_is_the_change_of_the_loss(name: str) -> None:
-    """The importance is compared with central differences of the loss when a part is scaled by 1 +- h, in float64."""
-    model, h = network(name).double(), 1e-5
-    several = [(x.double(), target) for x, target in batches()]
-    structure = structure_of(model, [X.double()], "half", "rings")
-    lost = {name: each.square() for name, each in by_taylor(structure, model, several, F.cross_entropy).items()}
-
-    @torch.no_grad()
-    def losses(parts: list[tuple[Tensor, Any]], factor: float) -> Tensor:
-        saved = [whole[place].clone() for whole, place in parts]
-        for whole, place in parts:
-            whole[place] *= factor
-        found = [F.cross_entropy(model(x), target) for x, target in several]
-        for (whole, place), values in zip(parts, saved, strict=True):
-            whole[place] = values
-        return torch.stack(found)
-
-    for layer in structure.layers:
-        transposed = isinstance(layer.module, nn.ConvTranspose2d)
-        weight, rings = layer.module.weight, torch.from_numpy(layer.rings)
-        weight = weight.detach().transpose(0, 1) if transposed else weight
-        scale, shift = (layer.norms[0].weight, layer.norms[0].bias) if layer.norms else (weight, layer.module.bias)
-        for j, choice in itertools.product((0, len(weight) - 1), range(1, len(layer.taps))):
-            outside: Any = (j, slice(None), (rings < choice).view(weight.shape[2:])) if weight.dim() > 2 else j
-            parts = [(weight, outside)]
-            if choice == len(layer.taps) - 1:
-                parts = [(p, j) for p in (scale, shift) if p is not None]
-            expected = ((losses(parts, 1 + h) - losses(parts, 1 - h)) / (2 * h)).square().sum()
-            found = lost[layer.name][j, choice]
-            assert found >= expected * (1 - 1e-4) - 1e-12
-            if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
-                assert found == lost[layer.name][j, choice - 1]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
-def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any, frozen: bool) -> None:
-    """It is compared with that of a norm whose weights are ones, which has the same outputs."""
-    totals = []
-    for affine in (False, True):
-        torch.manual_seed(0)
-        norm = kind(32, affine=affine or frozen).requires_grad_(affine)
-        model = nn.Sequential(between(norm), nn.Flatten(), nn.LazyLinear(4)).train()
-        F.cross_entropy(model(IMAGES_OF_8), torch.arange(2)).backward()
-        taylor = Taylor(structure_of(model, [IMAGES_OF_8], "half", "filters"))
-        taylor.add(lambda parameter: parameter.grad)
-        totals.append(taylor.lost()["0.0"][:, -1].sum())
-    assert 0.1 < totals[0] / totals[1] < 10
-
-
-@pytest.mark.parametrize("norms", [1, 2])
-def test_importance_of_a_layer_with_several_calls_is_that_of_what_its_norms_return(norms: int) -> None:
-    """The norms cancel the length of its filters, whether the calls share one or each has its own."""
-
-    def function(net: Any, x: Tensor) -> Tensor:
-        y = F.relu(net.first(x))
-        heads = [net.norms[k % norms](net.head(each)) for k, each in enumerate((y, F.avg_pool2d(y, 2)))]
-        return sum(net.last(F.relu(each)).mean((2, 3)) for each in heads)
-
-    layers = {"first": conv(3, 8), "head": conv(8, 6), "last": conv(6, 4)}
-    model = Network(function, **layers, norms=nn.ModuleList(nn.BatchNorm2d(6) for _ in range(norms))).double().train()
-    for norm in model.norms:
-        nn.init.uniform_(norm.weight, 0.5, 1.5)
-        nn.init.normal_(norm.bias)
-    x, factors = IMAGES_OF_8.double(), torch.ones(6, 1, 1, dtype=torch.double, requires_grad=True)
-    structure = structure_of(model, [x], "half", "rings")
-    for norm in model.norms:
-        norm.register_forward_hook(lambda module, given, y: y * factors)
-    F.cross_entropy(model(x), torch.arange(2)).backward()
-    taylor = Taylor(structure)
-    taylor.add(lambda parameter: parameter.grad)
-    torch.testing.assert_close(taylor.lost()["head"][:, -1], factors.grad.abs().flatten())
-    with torch.no_grad():
-        for norm in model.norms:
-            norm.weight[0] = 0.0
-    lost = by_norm(structure)["head"][:, -1]
-    assert lost[0] == 0
-    torch.testing.assert_close(lost.sum(), torch.tensor(1.0, dtype=torch.double))
-
-
-def test_layers_that_share_a_norm_have_none_of_their_own() -> None:
-    """Removing a filter of one layer must not remove the shift of the other."""
-    function = lambda net, x: net.last(net.norm(net.inner(F.relu(net.norm(net.first(x))))))  # noqa: E731
-    model = Network(function, first=conv(3, 8), inner=conv(8, 8), last=conv(8, 4), norm=nn.BatchNorm2d(8))
-    assert not any(layer.norms for layer in structure_of(model, [IMAGES_OF_8], "half", "rings").layers)
-
-
 class OwnConvolution(nn.Module):
     """A convolution by a function, without the attribute for a bias."""
 
@@ -443,17 +353,6 @@ def test_layers_with_their_own_code_take_the_time_of_torchs(monkeypatch: pytest.
         assert len(structure_of(model.eval(), [X], "half", "rings").times()) == 3
         found.append(list(seen))
     assert found[0] == found[1]
-
-
-def test_norm_is_the_share_of_the_folded_filters() -> None:
-    model = network("plain")
-    structure = structure_of(model, [X], "full", "rings")
-    folded = torch.nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])  # type: ignore[index]
-    energy = folded.weight.detach().double().square()
-    lost = by_norm(structure)["0"]
-    torch.testing.assert_close(lost[:, -1], energy.sum((1, 2, 3)) / energy.sum(), rtol=1e-5, atol=0)
-    inner = energy[:, :, 1:-1, 1:-1].sum((1, 2, 3))
-    torch.testing.assert_close(lost[:, -1] - lost[:, 1], inner / energy.sum(), rtol=1e-4, atol=1e-9)
 
 
 def test_bounds_and_layers_left_alone() -> None:
