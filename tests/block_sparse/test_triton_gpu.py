@@ -1,4 +1,7 @@
-"""Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
+"""Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs.
+
+``make device-check`` also runs those named ``test_kernels_...`` under compute-sanitizer.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -80,7 +83,7 @@ def test_tf32_where_convolutions_use_it(name):
     pairs(["convolution", "odd groups", "depthwise", "100 channels"], LAYOUTS, FLOATS),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_any_layout(name, layout, dtype):
+def test_kernels_take_any_layout(name, layout, dtype):
     problem = make_problem(EVERY[name], dtype)
     laid_out = [layout(t).cuda() for t in problem.operands(dtype)]
     assert_is_dense(problem, results(*laid_out, problem.pattern.to("cuda")), dtype)
@@ -186,7 +189,7 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_of_values_in_float32
     ),
     ids=str,
 )
-def test_transposing_copies_every_bit(shape, dtypes):
+def test_kernels_that_transpose_copy_every_bit(shape, dtypes):
     x = torch.randn(shape).to("cuda", dtypes[0]).transpose(1, 2)
     found = torch.ops.loco_ext.block_sparse_transposed(x, dtypes[1])
     assert found.is_contiguous()
