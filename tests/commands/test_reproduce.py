@@ -230,6 +230,19 @@ def test_damaged_metrics_are_one_line(tmp_path, capsys, monkeypatch, left):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("left", ["[]", "3", '{"data": "digits"}'])
+def test_results_of_another_kind_are_one_line(tmp_path, capsys, monkeypatch, paper, left):
+    monkeypatch.setattr(reproduce, "_run", lambda jobs: [])
+    job = next(job for job in PAPERS[paper].jobs(JobPlan("smoke", tmp_path)) if job.result.suffix == ".json")
+    job.folder.mkdir(parents=True)
+    job.result.write_text(left)
+    assert main(["reproduce", paper, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {job.result}: expected a JSON object")
+    assert said.count("\n") == 1
+
+
 def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     """A job that is not done is listed, run and then skipped; the table has what it measured."""
     arguments = ["reproduce", "linear-regions", "--out", str(tmp_path)]

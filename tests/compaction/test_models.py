@@ -568,11 +568,12 @@ PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modul
     "slope of each channel": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(8)}),
     "one slope": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(1)}),
     "casts": (lambda net, y: y.to(torch.float64).double().type_as(y), {}),
+    "casts by type": (lambda net, y: y.type("torch.FloatTensor").type(torch.half).type(dtype=y.dtype), {}),
 }
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str) -> None:
+def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str, tmp_path: Path) -> None:
     operation, parts = PASSING[name]
     model = Network(lambda net, x: net.last(functional.relu(operation(net, net.first(x)))), **(chain() | parts))
     del model.middle
@@ -581,6 +582,8 @@ def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str) -> None:
     network, report = compacted(model, *IMAGES, fold_norms=False)
     assert network.get_submodule("last").weight.shape[1] == 3
     assert not report.notes
+    sparsity.save(network, tmp_path)
+    same(sparsity.load(tmp_path), model, *IMAGES)
     compacted(model.train(), *IMAGES, fold_norms=False)
 
 

@@ -128,7 +128,7 @@ def page(plan: JobPlan) -> Page:
 
 def _merged(plan: JobPlan, network: str) -> dict[str, Any] | None:
     """Return one record of all jobs of a network that are done, or None; the last lifted network keeps its corners."""
-    records = read_records(jobs(plan), f"{PAPER}/{network}/")
+    records = read_records(jobs(plan), f"{PAPER}/{network}/", "settings", "cnn", "fcn", "branches")
     if not records:
         return None
     branches = [branch for record in records for branch in record["branches"]]

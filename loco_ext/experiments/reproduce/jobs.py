@@ -7,7 +7,8 @@ from typing import Any
 
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import DIGITS_TRAIN_SIZE
-from loco_ext.experiments.records import read
+from loco_ext.experiments.records import Record, read
+from loco_ext.experiments.settings import SettingsError
 
 PRESETS = ("smoke", "cpu", "paper")
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
@@ -47,7 +48,7 @@ class Job:
     def _recorded_data(self) -> Any:
         """Return the data set that the job has run on."""
         path = self.folder / "settings.json"
-        record = read(path if path.is_file() else self.result)
+        record = read_record(path if path.is_file() else self.result)
         settings = record.get("settings", record)
         return settings.get("training", settings).get("data")
 
@@ -108,15 +109,24 @@ class JobPlan:
         return Job(name, tuple(words), self.folder(name) / result, minutes, stage, data)
 
 
-def read_records(jobs: list[Job], prefix: str) -> list[dict[str, Any]]:
-    """Return the results of the jobs that are done and whose names begin with the prefix."""
-    return [read(job.result) for job in jobs if job.done and job.name.startswith(prefix)]
+def read_record(path: Path, *names: str) -> Record:
+    """Return the content of a file that a job has written; raise SettingsError if it has not these entries."""
+    record = read(path)
+    if not isinstance(record, dict) or not record.keys() >= set(names):
+        expected = f" with {', '.join(names)}" if names else ""
+        raise SettingsError(f"{path}: expected a JSON object{expected}, remove it to measure anew")
+    return record
+
+
+def read_records(jobs: list[Job], prefix: str, *names: str) -> list[Record]:
+    """Return the results of the jobs that are done and whose names begin with the prefix; see :func:`read_record`."""
+    return [read_record(job.result, *names) for job in jobs if job.done and job.name.startswith(prefix)]
 
 
 def commits(jobs: list[Job]) -> list[str]:
     """Return the commits of the code that the jobs that are done have run with, as far as they are recorded."""
     records = [path for job in jobs if job.done for path in (job.folder / "settings.json", job.result)]
-    found = (read(path).get("commit") for path in records if path.suffix == ".json" and path.is_file())
+    found = (read_record(path).get("commit") for path in records if path.suffix == ".json" and path.is_file())
     return sorted({commit for commit in found if commit is not None})
 
 

@@ -69,7 +69,7 @@ def jobs(plan: JobPlan) -> list[Job]:
 
 def page(plan: JobPlan) -> Page:
     """Return the table of radii of what is done, and the pictures."""
-    records = read_records(jobs(plan), PAPER)
+    records = read_records(jobs(plan), PAPER, "networks")
     networks = {(n["name"], n["seed"]): n for record in records for n in record["networks"]}
     arms = regions.summarise(list(networks.values())) if networks else []
     out = plan.folder(PAPER)

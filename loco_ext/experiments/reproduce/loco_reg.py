@@ -14,9 +14,8 @@ from scipy import stats
 from torch import nn
 
 from loco_ext.experiments.models import MODELS
-from loco_ext.experiments.records import read
 from loco_ext.experiments.reproduce import loco_reg_figures
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_record
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 from loco_ext.experiments.settings import SettingsError
@@ -316,4 +315,4 @@ def _factors(plan: JobPlan) -> Table:
 
 
 def _read(path: Path) -> Any:
-    return read(path) if path.is_file() else None
+    return read_record(path, "statistics", "locality") if path.is_file() else None

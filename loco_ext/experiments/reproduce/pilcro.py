@@ -98,7 +98,7 @@ def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:
 
     Once a plain network is done, networks of seeds without one are left out, as they have no partner.
     """
-    records = read_records(jobs(plan), f"{PAPER}/{crops}/")
+    records = read_records(jobs(plan), f"{PAPER}/{crops}/", "networks")
     if not records:
         return None
     networks = [network for record in records for network in record["networks"]]

@@ -12,9 +12,8 @@ from torch import nn
 
 from loco_ext.experiments import figures, frontier_figures
 from loco_ext.experiments.models import MODELS
-from loco_ext.experiments.records import read
 from loco_ext.experiments.reproduce import sparsity_filters
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_records
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, read_record, read_records
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
 
@@ -157,7 +156,7 @@ def page(plan: JobPlan) -> Page:
 
 def _merged(plan: JobPlan, family: str) -> dict[str, Any] | None:
     """Return one record with the points of all strengths that are done, strongest first, or None."""
-    records = read_records(jobs(plan), f"{family}/alpha-")
+    records = read_records(jobs(plan), f"{family}/alpha-", "paths")
     if not records:
         return None
     found = [point for record in records for point in record["paths"][0]["points"]]
@@ -201,7 +200,7 @@ def _eq34(plan: JobPlan) -> Table:
     rows: list[list[Any]] = []
     for strength, (_, compaction) in _complexity(plan).items():
         if compaction.done:
-            report = read(compaction.result)
+            report = read_record(compaction.result, "accuracy_after", "macs_before", "macs_after")
             error = None if report["accuracy_after"] is None else 100 * (1 - report["accuracy_after"])
             share = report["macs_after"] / report["macs_before"]
             rows.append([SCALES[plan.preset].networks[0], strength, share, error])

@@ -31,6 +31,8 @@ def spell_out_views(graph: fx.GraphModule) -> None:
             with graph.graph.inserting_before(node):
                 node.args = node.args[0], graph.graph.call_function(getattr, (node.args[1], "dtype"))
             node.target = "to"
+        elif operation(node, modules) == "type" and (cast := _cast_of_type(node)):
+            node.target, node.args, node.kwargs = "to", (node.args[0], *cast), {}
     sizes = Inference(graph)
     for node in list(graph.graph.nodes):
         name = operation(node, modules)
@@ -49,6 +51,16 @@ def spell_out_views(graph: fx.GraphModule) -> None:
                     node.replace_input_with(x, x.args[0])
                     _erase_unread(graph, x, x.args[0])
     graph.recompile()
+
+
+def _cast_of_type(node: fx.Node) -> list[Any]:
+    """Return the arguments of Tensor.to that do the same as a call of Tensor.type; [] if that is no plain cast."""
+    kind: Any = node.args[1] if len(node.args) == 2 else node.kwargs.get("dtype")
+    if isinstance(kind, str):  # such as "torch.FloatTensor", which is on the CPU
+        empty = torch.empty(0).type(kind)
+        return [empty.device, empty.dtype]
+    read = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
+    return [kind] if read or isinstance(kind, torch.dtype) else []
 
 
 def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name: str) -> None:
