@@ -37,10 +37,9 @@ from loco_ext.optim.options import (
 )
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, StepPlan, make_plan, resolve_negated_grads, same_objects, select
-from loco_ext.optim.sharding import is_sharded
 from loco_ext.optim.states import add_states, check_states, restore_states
 from loco_ext.optim.step_cache import CachedBatch, StepCache
-from loco_ext.optim.torch_path import step_with_torch
+from loco_ext.optim.torch_path import check_torch_step, step_with_torch
 from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.reference.optim_step import prox_sizes
 from loco_ext.warning import warn_caller
@@ -63,6 +62,12 @@ def as_hyper(rows: list[list[float]]) -> Tensor:
 def _says_how(option: Any) -> bool:
     """Return whether a locality or a norm is given and differs from the default."""
     return any(entry is not None for entry in option) if isinstance(option, list) else option not in (None, "l2")
+
+
+def _make_plain(_: Optimizer, state: dict[str, Any]) -> None:
+    """Give the groups of a state dict the form that checkpoints store."""
+    for group in state["param_groups"]:
+        group["locality"], group["penalty"] = to_plain(group["locality"]), to_plain(group["penalty"])
 
 
 class LocalityOptimizer(Optimizer):
@@ -91,6 +96,7 @@ class LocalityOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
         super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("rounding_step", 0)
         try:
             check_hyper(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
@@ -210,8 +216,9 @@ class LocalityOptimizer(Optimizer):
     def _step_plans(self, plans: list[StepPlan]) -> None:
         before, self._collected = self._collected, []
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
-        for group, _ in by_torch:
+        for group, plan in by_torch:
             self._check_numbers(group)
+            check_torch_step(group, plan)
         batches = self._collect(plans)
         for batch in batches:
             batch.localize()
@@ -341,20 +348,20 @@ class LocalityOptimizer(Optimizer):
 
     def _shrink(self, group: Group, plan: StepPlan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""
-        if plan.penalties and any(map(is_sharded, plan.params)):
-            raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
             wide = param.to(compute_dtype(param.dtype))
             param.copy_(proxes_of([penalty], [wide], self._prox_sizes([group], [param]))[0])
 
+    @compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group["locality"], group["penalty"] = to_plain(group["locality"]), to_plain(group["penalty"])
-        return state
+        hook = self.register_state_dict_post_hook(_make_plain, prepend=True)  # the user's hooks get what is saved
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     @compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -384,8 +391,8 @@ class LocalityOptimizer(Optimizer):
                 hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = state["param_groups"]
-        present = getattr(self, "param_groups", None) or [{}] * len(groups)
+        groups = state.get("param_groups", [])  # none if states alone are replaced, as torch.optim accepts
+        present = (groups and getattr(self, "param_groups", None)) or [{}] * len(groups)
         for group, old in zip(groups, present, strict=True):
             if "locality" not in group:  # the checkpoint is torch.optim's
                 group.update({key: old[key] for key in _IMPLEMENTATION_KEYS if key in old})

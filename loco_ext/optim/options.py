@@ -24,18 +24,18 @@ def own_options(
     state_dtype: torch.dtype | None = None,
     stochastic_rounding: int | None = None,
 ) -> Group:
-    """Return the options that this package adds to a group; rounding_step counts the steps of stochastic rounding."""
+    """Return the options that this package adds to a group."""
     return {
         "locality": locality,
         "norm": norm,
         "penalty": penalty,
         "state_dtype": state_dtype,
         "stochastic_rounding": stochastic_rounding,
-        "rounding_step": 0,
     }
 
 
-OWN_DEFAULTS = own_options()
+# What groups have beside torch.optim's options; rounding_step, which counts steps of stochastic rounding, is no option.
+OWN_DEFAULTS = {**own_options(), "rounding_step": 0}
 
 
 def with_options(params: Any, own: Group) -> Any:

@@ -175,3 +175,16 @@ def test_a_refused_step_changes_nothing_and_the_next_goes_on(name, kind, apart, 
     for each in (optimizer, before):
         train(each, 1, start=steps)
     assert_same(optimizer, before, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_step_that_torchs_functions_would_make_in_part_is_refused_as_a_whole(name):
+    params = [nn.Parameter(torch.ones(2, 1, 3, 3)) for _ in range(3)]
+    groups = [{"params": params[:1], "lr": 0.2}, {"params": params[1:]}]
+    optimizer = getattr(optim, name)(groups, foreach=True, weight_decay=1.0, locality=LOCALITY)
+    set_gradients(params, 0)
+    params[-1].grad = params[-1].grad.to_sparse()
+    with pytest.raises(TypeError, match=r"locality, norm: expected a dense gradient .* got a sparse one"):
+        optimizer.step()
+    assert all(bool((param == 1).all()) for param in params)
+    assert not any(optimizer.state.values())

@@ -146,6 +146,16 @@ def test_maps_and_penalties_want_whole_kernels_or_nothing_is_written(mesh, name,
     assert_same_in_full(ours, plain)
 
 
+def test_torchs_own_path_refuses_penalties_of_sharded_parameters_before_the_step(mesh):
+    (before,) = make_params([(3, 2, 3, 3)])
+    (param,) = sharded([before], mesh, Shard(0))
+    ours = optim.SGD([param], lr=0.1, foreach=True, penalty=RINGS)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(NotImplementedError, match="penalty: expected foreach=False or None for DTensor parameters"):
+        ours.step()
+    assert torch.equal(local(param.detach()), before.detach())
+
+
 @pytest.mark.parametrize("which", ["weight", "norm"])
 def test_a_folded_penalty_refuses_sharded_parameters(mesh, which):
     (before,) = make_params([(5, 2, 3, 3)])

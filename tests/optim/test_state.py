@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -258,3 +259,32 @@ def test_a_load_hook_may_change_states_whatever_their_dtype():
         ours.load_state_dict(ours.state_dict())
     assert seen == [[value] * 4] * 2
     assert len(ours._optimizer_load_state_dict_pre_hooks) == 1  # our own hooks are removed again
+
+
+def test_hooks_of_a_state_dict_get_what_is_saved_and_may_return_another_dict():
+    ours = optim.SGD(make_params([(2, 1, 3, 3)]), penalty=sparsity.RingPenalty(0.5))
+    loadable = []
+    ours.register_state_dict_post_hook(lambda _, state: loadable.append(through_a_file(state)), prepend=True)
+    ours.register_state_dict_post_hook(lambda _, state: {"optimizer": state})
+    for _ in range(2):
+        assert ours.state_dict()["optimizer"] == loadable.pop()
+    assert len(ours._optimizer_state_dict_post_hooks) == 2  # our own hook is removed again
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_states_alone_may_be_reset_by_setstate_as_in_torch(name):
+    ours, theirs = pair(name, make_params(), **RICH[name])
+    follow(ours, theirs)
+    for optimizer in (ours, theirs):
+        optimizer.__setstate__({"state": defaultdict(dict)})
+    follow(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_the_defaults_are_arguments_of_another_optimizer(name):
+    options = {**RICH[name], **OWN, "weight_decay": 0.1}
+    ours = getattr(optim, name)(make_params(), **options)
+    other = type(ours)(make_params(), **ours.defaults)
+    train(ours, 2)
+    train(other, 2)
+    assert_same(ours, other)
