@@ -138,18 +138,14 @@ def run(job: Job) -> None:
     report["memory"] = []
     for model in TARGETS:
         peaks = {name: median_peak(model, options) for name, options in MEMORY.items()}
-        record = {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": _shares(peaks)}
+        plain = peaks["plain step"]
+        shares = {name: peak / plain for name, peak in peaks.items() if name != "plain step" and peak and plain}
+        record = {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": shares}
         job.add(record, to="memory")
     for model in job.arguments.models:
         for _ in job.threads():
             job.add(measure(model, job.effort))
     report["targets"] = targets(report)
-
-
-def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
-    """Return the peak of each kind of step over that of a plain one."""
-    plain = peaks["plain step"]
-    return {name: peak / plain for name, peak in peaks.items() if name != "plain step" and peak and plain}
 
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def our_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
     """Return a call that runs an epoch of :func:`loco_ext.experiments.train.train`, including its progress bar."""
     loader = make_loader(data, settings)
     model = make_model(settings, data)
-    optimizer = make_optimizer(settings, model)
+    optimizer = make_optimizer(settings, model, data)
 
     def epoch() -> None:
         with open(os.devnull, "w") as nowhere, tqdm(total=len(loader), file=nowhere) as progress:

@@ -42,12 +42,10 @@ def make(name: str) -> nn.Module:
             from torchvision import models
 
             options = {"init_weights": False} if kind == "googlenet" else {}
-            network: nn.Module = models.get_model(kind, weights=None, **options)
-            return network
+            return models.get_model(kind, weights=None, **options)
         import timm
 
-        network = timm.create_model(kind, pretrained=False)
-        return network
+        return timm.create_model(kind, pretrained=False)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         raise ImportError(f"{name}: expected torchvision and timm for torch {torch.__version__}: {error}") from error
 

@@ -104,9 +104,8 @@ def unfold_bmm(problem: Problem) -> Candidate:
 def _matrix(problem: Problem) -> Tensor:
     """Return the dense matrix, [n_out * C_out, n_in * C_in]."""
     n_out, n_in = problem.pattern.n_out, problem.pattern.n_in
-    rows = torch.arange(n_out).repeat_interleave(problem.pattern.crow_indices.diff())
     blocks = problem.values.new_zeros(n_out, n_in, *problem.values.shape[2:])
-    blocks[rows, problem.pattern.col_indices] = problem.values[:, 0]
+    blocks[problem.pattern.row_indices, problem.pattern.col_indices] = problem.values[:, 0]
     return blocks.permute(0, 3, 1, 2).reshape(n_out * problem.layer.channels_out, -1)
 
 
@@ -159,7 +158,7 @@ def jax_local(problem: Problem) -> Candidate:
     return Candidate(
         lambda: forward(x, weight).block_until_ready(),
         lambda: jax.block_until_ready(training(x, weight, grad)),
-        lambda y: torch.from_dlpack(y),
+        torch.from_dlpack,
     )
 
 

@@ -33,9 +33,9 @@ def table(title: str, records: Sequence[Record], columns: Columns) -> Table:
     )
 
 
-def entry(key: str) -> Callable[[Record], str]:
-    """Return a cell that shows an entry of a record as it is."""
-    return lambda record: str(record[key])
+def entry(key: str, form: str = "") -> Callable[[Record], str]:
+    """Return a cell that shows an entry of a record in this form."""
+    return lambda record: format(record[key], form)
 
 
 def columns_of(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
@@ -51,16 +51,6 @@ def columns_of(records: Sequence[Record], key: str, form: Callable[[Any], str], 
     last = ("ours", "copy", "ours / copy")
     ordered = sorted(names, key=lambda name: name in last) if {"ours", "ours / copy"} & names.keys() else names
     return [(name.replace("_", " ") + suffix, column(name)) for name in ordered]
-
-
-def fixed(digits: int) -> Callable[[float], str]:
-    """Return a format of a number with that many decimals."""
-    return lambda value: f"{value:.{digits}f}"
-
-
-def percent(digits: int) -> Callable[[float], str]:
-    """Return a format of a share in percent with that many decimals."""
-    return lambda value: f"{value:.{digits}%}"
 
 
 def significant(value: float) -> str:

@@ -18,10 +18,8 @@ from bench.table import (
     Table,
     columns_of,
     entry,
-    fixed,
     microseconds,
     milliseconds,
-    percent,
     significant,
     table,
     targets,
@@ -68,7 +66,7 @@ def optim_step(report: Record) -> list[Table]:
             "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
             "with the map, uniform: ours without",
             results,
-            STEP + columns_of(results, "ratios", fixed(2)),
+            STEP + columns_of(results, "ratios", "{:.2f}".format),
         ),
         table(
             "One tensor of 400 MB: GB/s and share of triad's, counting only the traffic that a step cannot avoid. "
@@ -79,7 +77,7 @@ def optim_step(report: Record) -> list[Table]:
         table(
             "The same tensor: memory that a step takes for itself at its peak, in sizes of the tensor",
             list(memory.values()),
-            RULE + columns_of(list(memory.values()), "extra", fixed(2)),
+            RULE + columns_of(list(memory.values()), "extra", "{:.2f}".format),
         ),
     ]
 
@@ -89,7 +87,7 @@ def train(report: Record) -> list[Table]:
     results = report["results"]
     columns = [("model", entry("model")), *THREADS]
     columns += columns_of(results, "samples_per_second", lambda value: f"{value:,.0f}")
-    columns.append(("time of ours over plain", number("overhead", "+.1%")))
+    columns.append(("time of ours over plain", entry("overhead", "+.1%")))
     title = "Samples per second (median), 32x32 images: batches alone, a plain torch loop given its batches, and ours"
     return [table(title, results, columns)]
 
@@ -99,19 +97,14 @@ def macs_share(key: str) -> Callable[[Record], str]:
     return lambda record: f"{record['macs'][key] / record['macs']['before']:.2f}"
 
 
-def number(key: str, form: str) -> Callable[[Record], str]:
-    """Return a cell that shows a number of a record."""
-    return lambda record: format(record[key], form)
-
-
 def compact(report: Record) -> list[Table]:
     """Return a table of latencies of networks with half of their MACs removed, unchanged and compacted."""
     results = report["results"]
     columns = [*NETWORK, ("struck", entry("pattern")), ("format", entry("memory_format")), *THREADS]
     columns += [("left", macs_share("after")), ("executed", macs_share("executed"))]
     columns += columns_of(results, "candidates", milliseconds)
-    columns += [("times faster", number("speedup", ".2f")), ("norms kept", number("speedup_norms_kept", ".2f"))]
-    columns.append(("than folded", number("speedup_over_folded", ".2f")))
+    columns += [("times faster", entry("speedup", ".2f")), ("norms kept", entry("speedup_norms_kept", ".2f"))]
+    columns.append(("than folded", entry("speedup_over_folded", ".2f")))
     title = (
         f"Latency in ms of {report['settings']['batch_size']} images of 32x32 pixels, shares of the MACs that "
         "are left and that are executed; how many times faster the compacted network is than the network, the same "
@@ -125,8 +118,8 @@ def zoo(report: Record) -> list[Table]:
     columns = [*NETWORK, ("left", macs_share("after")), ("executed", macs_share("executed"))]
     columns.append(("ms", lambda record: milliseconds(record["candidates"]["network"])))
     columns.append(("compacted", lambda record: milliseconds(record["candidates"]["compacted"])))
-    columns += [("times faster", number("speedup", ".2f")), ("reported", number("speedup_reported", ".2f"))]
-    columns += [("seconds", number("compaction_seconds", ".0f")), ("difference", number("error", ".0e"))]
+    columns += [("times faster", entry("speedup", ".2f")), ("reported", entry("speedup_reported", ".2f"))]
+    columns += [("seconds", entry("compaction_seconds", ".0f")), ("difference", entry("error", ".0e"))]
     title = (
         "Latency in ms of one image of 224x224 pixels, one thread, before and after compaction; shares of the "
         "MACs that are left and executed; seconds that compaction takes; difference in float64"
@@ -153,7 +146,7 @@ def optim_step_gpu(report: Record) -> list[Table]:
         table(
             "Ratios of times of a step; below 1, the first is faster. Eager: GPU or host, the longer; graph: GPU",
             steps,
-            GPU_STEP + columns_of(steps, "step_ratios", fixed(2)),
+            GPU_STEP + columns_of(steps, "step_ratios", "{:.2f}".format),
         ),
     ]
 
@@ -168,13 +161,13 @@ def ring_prox(report: Record) -> list[Table]:
         table(
             "Milliseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3",
             results,
-            [*case, ("zeros after it", number("zeros", ".0%")), *columns_of(results, "candidates", milliseconds)],
+            [*case, ("zeros after it", entry("zeros", ".0%")), *columns_of(results, "candidates", milliseconds)],
         ),
         table(
             "The same as ratios of times, in the median over rounds that called all once. Eager PyTorch by groups is "
             "the method as it is written down; by ring sums is the fastest eager code that we know",
             results,
-            case + columns_of(results, "ratios", fixed(1)),
+            case + columns_of(results, "ratios", "{:.1f}".format),
         ),
         table(
             "Milliseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
@@ -182,7 +175,7 @@ def ring_prox(report: Record) -> list[Table]:
             steps,
             STEP
             + [(name.replace("spatial", "more than one tap"), cell) for name, cell in times]
-            + columns_of(steps, "ratios", fixed(2)),
+            + columns_of(steps, "ratios", "{:.2f}".format),
         ),
     ]
 
@@ -199,7 +192,7 @@ def ring_prox_gpu(report: Record) -> list[Table]:
             results,
             case
             + columns_of(results, "candidates", microseconds)
-            + columns_of(results, "of_copy", percent(0), " / copy"),
+            + columns_of(results, "of_copy", "{:.0%}".format, " / copy"),
         ),
         table(
             "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
@@ -210,7 +203,7 @@ def ring_prox_gpu(report: Record) -> list[Table]:
             + RULE
             + [("mode", entry("mode"))]
             + columns_of(steps, "candidates", microseconds)
-            + columns_of(steps, "ratios", fixed(2)),
+            + columns_of(steps, "ratios", "{:.2f}".format),
         ),
     ]
 
@@ -225,12 +218,12 @@ def block_sparse(report: Record) -> list[Table]:
         table(
             "The same as ratios of times, in the median over rounds that called all once",
             results,
-            case + columns_of(results, "ratios", fixed(2)),
+            case + columns_of(results, "ratios", "{:.2f}".format),
         ),
         table(
             "Memory that a call takes beyond operands and results, of the size of the activations",
             memory,
-            LAYER + columns_of(memory, "share", percent(1)),
+            LAYER + columns_of(memory, "share", "{:.1%}".format),
         ),
     ]
 
@@ -240,13 +233,13 @@ def block_sparse_gpu(report: Record) -> list[Table]:
     results = report["results"]
     columns = [*LAYER, ("arithmetic", entry("arithmetic")), *columns_of(results, "candidates", microseconds)]
     columns.append(("floor", lambda record: significant(1e6 * record["floor"])))
-    columns.append(("ours / floor", number("of_floor", ".2f")))
+    columns.append(("ours / floor", entry("of_floor", ".2f")))
     title = (
         "Microseconds (median) of the GPU, caches cold / of the host; the floor is a device copy's time for input, "
         "output and values, once for each product; ratios of the GPU's times within rounds"
     )
     wanted = "Targets of the Triton kernels, of 64 channels, 32 x 32 pixels and a batch of 250"
-    return [targets(report, wanted), table(title, results, columns + columns_of(results, "ratios", fixed(2)))]
+    return [targets(report, wanted), table(title, results, columns + columns_of(results, "ratios", "{:.2f}".format))]
 
 
 def landscape(report: Record) -> list[Table]:
@@ -257,13 +250,13 @@ def landscape(report: Record) -> list[Table]:
         "Milliseconds of CPU time (median) of a plain training step and of one application by each route, "
         f"which training pays once in {report['settings']['every']} steps"
     )
-    ratios = columns_of(results, "speedup", fixed(2), " / ours")
+    ratios = columns_of(results, "speedup", "{:.2f}".format, " / ours")
     memory = [record for record in report["memory"] if record["share"]]
     peaks = "Peak memory of a step that begins with an application, with weights and momentum, over a plain step's"
     return [
         targets(report, "Targets of ours on the ResNet-18"),
         table(title, results, columns + columns_of(results, "candidates", milliseconds) + ratios),
-        table(peaks, memory, columns[:2] + columns_of(memory, "share", fixed(2))),
+        table(peaks, memory, columns[:2] + columns_of(memory, "share", "{:.2f}".format)),
     ]
 
 
@@ -277,12 +270,12 @@ def regions(report: Record) -> list[Table]:
         table(
             "Milliseconds (median) for the norms of the gradients of 1,200 units in 784 inputs; ratios within rounds",
             results,
-            case + columns_of(results, "candidates", milliseconds) + columns_of(results, "ratios", fixed(1)),
+            case + columns_of(results, "candidates", milliseconds) + columns_of(results, "ratios", "{:.1f}".format),
         ),
         table(
             "Milliseconds (median) of the Gram recursion, by the number of inputs",
             gram,
-            [*case, *columns_of(gram, "candidates", milliseconds), ("growth", number("growth", ".2f"))],
+            [*case, *columns_of(gram, "candidates", milliseconds), ("growth", entry("growth", ".2f"))],
         ),
         table(
             "Directions that find all gradients of stacks of 3x3 convolutions on images of 3x32x32",

@@ -140,13 +140,13 @@ def setting_text(value: Any, separator: str = ",") -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def cell(value: float | None, form: str) -> str:
-    """Return the text of a table's cell, empty for None.
+def cell(value: float | None, form: str, missing: str = "") -> str:
+    """Return the text of a table's cell, ``missing`` for None.
 
     >>> cell(0.5, ".1%"), cell(None, ".1%")
     ('50.0%', '')
     """
-    return "" if value is None else format(value, form)
+    return missing if value is None else format(value, form)
 
 
 @contextmanager

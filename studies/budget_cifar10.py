@@ -130,7 +130,7 @@ class Study:
         """Train a network in place for some epochs of the recipe, by default all; return it."""
         teacher = Teacher(self.dense(seed, self.epochs).eval(), WEIGHT, TEMPERATURE) if distilled else None
         training = self.training(seed)
-        optimizer = optimizer or make_optimizer(training, network)
+        optimizer = optimizer or make_optimizer(training, network, self.dataset)
         epochs = range(self.epochs) if epochs is None else epochs
         return fit(network, optimizer, self.dataset, training, epochs, budget, teacher)
 
@@ -141,7 +141,7 @@ class Study:
     def _dense(self, seed: int, epochs: int) -> tuple[nn.Module, Optimizer]:
         """Return the network and its optimizer; epochs beyond the cut continue the network of the cut."""
         network, path = self.network(seed), self.runs / f"dense-{seed}-{epochs}.pt"
-        optimizer, begin = make_optimizer(self.training(seed), network), 0
+        optimizer, begin = make_optimizer(self.training(seed), network, self.dataset), 0
         if path.exists():
             state = torch.load(path, self.device, weights_only=True)
             network.load_state_dict(state["network"])
@@ -257,7 +257,7 @@ def gradually_as_fast(study: Study, seed: int, share: float) -> nn.Module:
 
 def _shrinking(study: Study, network: nn.Module, seed: int, samples: int = 1, **options: Any) -> nn.Module:
     training = replace(study.training(seed), **{"granularity": "filters"} | options)
-    optimizer = make_optimizer(training, network)
+    optimizer = make_optimizer(training, network, study.dataset)
     budget = make_budget(training, network, optimizer, study.dataset, Processes(study.device), samples)
     return study.fit(network, seed, optimizer=optimizer, budget=budget)
 
@@ -335,7 +335,7 @@ def _sparsely_trained(study: Study, seed: int) -> nn.Module:
     if path.exists():
         network.load_state_dict(torch.load(path, study.device, weights_only=True))
         return network
-    optimizer = make_optimizer(study.training(seed), network)
+    optimizer = make_optimizer(study.training(seed), network, study.dataset)
     regularizer = tp.pruner.GroupNormPruner(network, study.images, **_pruner_options(network))
     handle = optimizer.register_step_pre_hook(lambda *_: regularizer.regularize(network))
     study.fit(network, seed, range(study.cut), optimizer=optimizer)

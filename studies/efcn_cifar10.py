@@ -74,13 +74,13 @@ def share_cnn(first: Path, out: Path) -> None:
 def step_seconds(settings: EfcnSettings, dataset: Dataset) -> dict[str, float]:
     """Return the seconds of a training step of each kind of network, on one thread, all timed in one run."""
     training = settings.training
-    images, labels = (part[: training.batch_size] for part in dataset.train)
+    images, labels = dataset.train.first(training.batch_size)
     images = Normalization(dataset.train)(images)
 
     def build() -> dict[str, Callable[[], object]]:
         model = make_model(training, dataset)
         models = {CNN: model} | {name: to_efcn(model, images[:1], how) for name, how in RELAXATIONS.items()}
-        return {name: step_of(model, make_optimizer(training, model)) for name, model in models.items()}
+        return {name: step_of(model, make_optimizer(training, model, dataset)) for name, model in models.items()}
 
     def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
         def step() -> None:

@@ -105,7 +105,7 @@ class Study:
     def fit(self, cell: Cell, training: settings.Settings, images: int) -> nn.Module:
         """Return a network trained on the first ``images`` images."""
         network = self.network(cell.kernel, training.seed)
-        optimizer = make_optimizer(training, network)
+        optimizer = make_optimizer(training, network, self.dataset)
         return fit(network, optimizer, self.dataset.first(images), training, range(training.epochs))
 
     def error(self, network: nn.Module, images: int, measured: Samples) -> float:

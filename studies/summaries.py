@@ -96,12 +96,11 @@ def landscapes(record: Record) -> Record:
 
 def compare(errors: np.ndarray, others: np.ndarray) -> Record:
     """Return mean, standard error and quartiles of test errors, and the difference from another arm's by seed."""
-    scale = len(errors) ** 0.5
-    result = {"error": float(errors.mean()), "standard_error": float(errors.std(ddof=1) / scale)}
+    result = {"error": float(errors.mean()), "standard_error": float(stats.sem(errors))}
     if errors is not others:
         difference = errors - others
         result["difference"] = float(difference.mean())
-        result["difference_standard_error"] = float(difference.std(ddof=1) / scale)
+        result["difference_standard_error"] = float(stats.sem(difference))
         result["paired_p"] = float(stats.ttest_rel(errors, others).pvalue) if difference.any() else 1.0
     return result | quartiles(errors)
 

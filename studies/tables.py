@@ -18,10 +18,12 @@ from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
 from loco_ext.experiments.records import Record, with_error
 from loco_ext.experiments.regions import NORMS
+from loco_ext.output import cell
 from studies import papers
 
 RESULTS = Path(__file__).parent / "results"
 mean = partial(with_error, missing=MISSING)
+number = partial(cell, form=".3g", missing=MISSING)  # with three significant digits
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 PEER = "Torch-Pruning, global"
 OURS = ("shrink_to", 0.5)
@@ -53,9 +55,9 @@ def locality_cifar10(report: Record) -> list[Table]:
 def locality_sizes_cifar10(report: Record) -> list[Table]:
     """Return the table of the test errors of each cell and arm."""
     rows = []
-    for cell in report["cells"]:
-        for arm, s in cell["arms"].items():
-            row = [f"{cell['images']:,}", f"{cell['kernel']}x{cell['kernel']}", cell["optimizer"]]
+    for trained in report["cells"]:
+        for arm, s in trained["arms"].items():
+            row = [f"{trained['images']:,}", f"{trained['kernel']}x{trained['kernel']}", trained["optimizer"]]
             rows.append([*row, f"{s['strength']:g}", arm, *_compared(s, ".2g"), str(s["count"])])
     title = (
         "CIFAR-10, small CNN of half width: test error in percent, mean and standard error, and its paired difference "
@@ -78,7 +80,7 @@ def locality_sizes_cifar10(report: Record) -> list[Table]:
 def _compared(summary: Record, form: str) -> list[str]:
     """Return the cells of a mean error, of its difference from another arm's, and of the p-value in this form."""
     both = mean(summary | {"mean": summary["error"]}, ".2f"), mean(summary, "+.2f", name="difference")
-    return [*both, format(summary["paired_p"], form) if "paired_p" in summary else MISSING]
+    return [*both, cell(summary.get("paired_p"), form, MISSING)]
 
 
 def frontier_cifar10(report: Record) -> list[Table]:
@@ -164,7 +166,7 @@ def norms(arms: Record) -> Table:
         (path,) = arms[f"rings prox, {kind}"]["paths"]
         for point in reversed(path["points"]):
             values = (point[name] for name in ("weight_norm", "effective_norm"))
-            cells = ["-" if value is None else f"{value:.2g}" for value in values]
+            cells = [cell(value, ".2g", "-") for value in values]
             rows.append([kind, f"{point['strength']:g}", *cells, *left(point, path)])
     title = (
         "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
@@ -261,8 +263,7 @@ def efcn_paths(report: Record) -> list[Table]:
     for network in report["networks"]:
         methods = network["methods"]
         accuracies = [*methods["linear"]["ends"], *(path["best"] for path in methods.values())]
-        losses = [path["highest_loss"] for path in methods.values()]
-        barriers = ["inf" if loss is None else number(loss) for loss in losses]
+        barriers = [cell(path["highest_loss"], ".3g", "inf") for path in methods.values()]
         rows.append([*case(network), *map(percent, accuracies), *barriers])
     text = (
         "Paths from the trained CNN to networks trained on: test accuracies of their ends and the highest on each, in "
@@ -303,7 +304,7 @@ def landscapes_cifar10(report: Record) -> list[Table]:
 def case(network: Record) -> list[str]:
     """Return the cells that name the network and the epoch after which it was lifted."""
     time = network["switch_time"]
-    return [title(network["relax"]), MISSING if time is None else str(time)]
+    return [title(network["relax"]), cell(time, "d", MISSING)]
 
 
 def title(relax: str) -> str:
@@ -314,11 +315,6 @@ def title(relax: str) -> str:
 def percent(value: float | None) -> str:
     """Format a share in percent with one decimal."""
     return MISSING if value is None else f"{100 * value:.1f}"
-
-
-def number(value: float | None) -> str:
-    """Format a number with three significant digits."""
-    return MISSING if value is None else f"{value:.3g}"
 
 
 def regions_digits(report: Record) -> list[Table]:
@@ -366,7 +362,7 @@ def budget_cifar10(report: Record) -> list[Table]:
 
 
 def _ratios(arm: Record) -> list[str]:
-    return [MISSING if ratio is None else f"{ratio:.2f}" for ratio in arm["latencies"].values()]
+    return [cell(ratio, ".2f", MISSING) for ratio in arm["latencies"].values()]
 
 
 def halves(results: Path) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,10 +113,7 @@ def top_hessian_eigenvalue(
     with measuring(model, parameters[0].device), ordinary_gradients(model):
         normal = (torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu") for p in parameters)
         start = [part.to(p.device) for part, p in zip(normal, parameters, strict=True)]
-
-        def product(vector: Vector) -> Vector:
-            return _hessian_product(model, loss, data, parameters, vector)
-
+        product = partial(_hessian_product, model, loss, data, parameters)
         found = _power_iteration(product, start, iterations, tolerance)
         if not found.value < 0:
             return found

@@ -12,12 +12,12 @@ from loco_ext.experiments.settings import Settings
 
 OF_THE_NETWORK = {"model", "data", "image_size", "epochs", "batch_size", "learning_rate", "seed", "width"}
 OPTIONS = (
-    SettingsOptions(Settings, {name: training for name, (training, _) in PRESETS.items()}, OF_THE_NETWORK),
+    SettingsOptions(Settings, PRESETS, OF_THE_NETWORK),
     SettingsOptions(
         EfcnSettings,
         {
-            name: {"switch_times": "0 and 20 epochs that are equally spaced on a logarithmic scale"} | own
-            for name, (_, own) in PRESETS.items()
+            name: {"switch_times": "0 and 20 epochs that are equally spaced on a logarithmic scale"} | preset
+            for name, preset in PRESETS.items()
         },
     ),
 )

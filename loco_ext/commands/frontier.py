@@ -38,7 +38,7 @@ def run(
     Each network is compacted. Accuracies, MACs and figures are written to a folder. If --strengths is not given, the
     largest strength is the smallest that removes everything.
     """
-    training, path = experiment_preset(frontier.FrontierSettings, {"quick": (POINT, {})}, "quick", options)
+    training, path = experiment_preset(frontier.FrontierSettings, {"quick": POINT}, "quick", options)
     if path.get("method") == "width" and "penalty" not in options:
         training = replace(training, penalty=None)
     setting = frontier.FrontierSettings(training, **path)

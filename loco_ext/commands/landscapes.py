@@ -12,8 +12,8 @@ from loco_ext.experiments.settings import Settings
 OF_THE_NETWORKS = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "weight_decay"}
 OF_THE_NETWORKS |= {"augment", "crop", "seed", "width"}
 OPTIONS = (
-    SettingsOptions(Settings, {name: training for name, (training, _) in PRESETS.items()}, OF_THE_NETWORKS),
-    SettingsOptions(LandscapesSettings, {name: own for name, (_, own) in PRESETS.items()}),
+    SettingsOptions(Settings, PRESETS, OF_THE_NETWORKS),
+    SettingsOptions(LandscapesSettings, PRESETS),
 )
 
 

@@ -14,7 +14,7 @@ import typer
 from loco_ext import commands
 from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
 from loco_ext.errors import UserError
-from loco_ext.experiments.reproduce.jobs import Job, JobPlan, commits, ordered
+from loco_ext.experiments.reproduce.jobs import Job, JobPlan, commits
 from loco_ext.output import json_text, note
 
 PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
@@ -76,8 +76,9 @@ def run(
     The tables are printed, and written as JSON and Markdown to a folder for the preset and the paper, with the figures.
     """
     plan = JobPlan(preset, out, folder, device, checkpoints)
-    modules = [_module(name) for name in (PAPERS if paper == "all" else (paper,))]
-    jobs = ordered([each for module in modules for each in module.jobs(plan)])
+    names = [name.replace("-", "_") for name in (PAPERS if paper == "all" else (paper,))]
+    modules = [import_module(f"loco_ext.experiments.reproduce.{name}") for name in names]
+    jobs = sorted((each for module in modules for each in module.jobs(plan)), key=lambda each: each.stage)
     if stage is not None and stage > (last := jobs[-1].stage):
         raise UserError(f"stage: expected at most {last}, got {stage}")
     chosen = [(number, each) for number, each in enumerate(jobs, 1) if stage in (None, each.stage)]
@@ -97,10 +98,6 @@ def run(
         for module, page in zip(modules, pages, strict=True):
             page.save(plan.folder(module.PAPER))
     return _ended(failed, pages)
-
-
-def _module(name: str) -> Any:
-    return import_module(f"loco_ext.experiments.reproduce.{name.replace('-', '_')}")
 
 
 def _list(chosen: list[tuple[int, Job]]) -> Result:

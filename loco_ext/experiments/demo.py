@@ -114,7 +114,7 @@ def train_both(
             groups = optim.parameter_groups(model, demo.weight_decay)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=demo.learning_rate, momentum=demo.momentum)
         else:
-            optimizer = make_optimizer(setting, model)
+            optimizer = make_optimizer(setting, model, samples)
         history = train(model, optimizer, samples, setting, processes, label=name)
         accuracies = [epoch.test_accuracy for epoch in history]
         models.append(model)

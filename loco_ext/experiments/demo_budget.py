@@ -51,7 +51,7 @@ def shrink(
 
 def _train(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes, label: str) -> float:
     """Train a network in place, and return its test accuracy."""
-    optimizer = make_optimizer(settings, model)
+    optimizer = make_optimizer(settings, model, samples)
     budget = make_budget(settings, model, optimizer, samples, processes)
     return train(model, optimizer, samples, settings, processes, label=label, budget=budget)[-1].test_accuracy
 

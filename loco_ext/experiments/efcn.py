@@ -91,7 +91,7 @@ class _Experiment:
         self.settings, self.data, self.out, self.processes = settings, data, out, processes
         self.normalization = Normalization(data.train).to(processes.device)
         self.train, self.test = (samples.to(processes.device) for samples in (data.train, data.test))
-        self.some = Samples(*(part[: settings.landscape_samples] for part in self.train))
+        self.some = self.train.first(settings.landscape_samples)
 
     def check(self) -> None:
         """Raise SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
@@ -295,7 +295,7 @@ def rows(record: Record) -> Rows:
         cells.append(
             [
                 network["relax"],
-                "" if time is None else str(time),
+                cell(time, "d"),
                 f"{network['parameters'] / 1e6:.2f}M",
                 *(f"{part['test_accuracy']:.1%}" for part in (network["start"], last)),
                 *(cell(last.get(name), ".2%") for name in ("delta_locality", "delta_sharing")),

@@ -21,9 +21,9 @@ def filter_of(model: nn.Module) -> list[list[float]]:
     The pixel is the first whose whole receptive field is in the image (eFCN, section 4.4: at the top left).
     """
     layer = first_layer(model)
-    local = torch.zeros(layer.pattern.n_out, dtype=torch.int64)
     pattern = layer.pattern.to("cpu")
-    local.index_add_(0, pattern.row_indices, pattern.local_mask().long())
+    inputs = pattern.row_indices[pattern.local_mask()]
+    local = torch.bincount(inputs, minlength=pattern.n_out)  # inputs in the receptive field of each output
     return rounded(_matrix(layer)[local.argmax()].view(layer.input_size), EXACT)
 
 

@@ -128,12 +128,12 @@ _TRAINING: dict[str, Any] = {
     "shuffle": False,
 }
 _QUICK = {"switch_times": (0, 3, 10, 30), "relaxations": (LCN,), "branch_epochs": 10, "fcn_epochs": 0}
-PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "paper": (_TRAINING, {}),
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _TRAINING,
     # eFCN, appendix B.
-    "alexnet": (_TRAINING | {"model": "alexnet", "data": "cifar100"}, {}),
+    "alexnet": _TRAINING | {"model": "alexnet", "data": "cifar100"},
     # Takes about an hour without a GPU: weights are no longer shared, locality stays.
-    "quick": (_TRAINING | {"epochs": 30}, _QUICK),
+    "quick": _TRAINING | {"epochs": 30} | _QUICK,
 }
 PRESETS_MEAN = (
     "Defaults of the other options. paper: d'Ascoli et al. 2019, section 4, on CIFAR-10; alexnet: their appendix B, on "

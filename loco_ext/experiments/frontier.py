@@ -297,7 +297,7 @@ class _Path:
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the loss on the first training samples, without augmentation, in evaluation mode."""
-        images, labels = (part[:LOSS_SAMPLES].to(self.processes.device) for part in self.data.train)
+        images, labels = self.data.train.first(LOSS_SAMPLES).to(self.processes.device)
         return cross_entropy(model.eval()(self.normalization(images)), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

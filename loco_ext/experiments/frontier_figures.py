@@ -59,7 +59,7 @@ def widths(points: list[Record], title: str) -> Figure:
     axes = figure.subplots()
     envelope = [sum(counts) for counts in points[0]["kernels"].values()]
     areas = {point["strength"]: [sum(counts[1:]) for counts in point["kernels"].values()] for point in points}
-    _draw_areas(figure, axes, areas, envelope)
+    figure.colorbar(_draw_areas(axes, areas, envelope), ax=axes, label="strength")
     axes.set(title=title, xlabel="convolution", ylabel="filters left")
     return figure
 
@@ -75,8 +75,9 @@ def sizes(points: list[Record], title: str) -> Figure:
             point["strength"]: [(*counts, *[0] * count)[size] for counts in point["kernels"].values()]
             for point in points
         }
-        _draw_areas(figure if size == count - 1 else None, axes, areas, envelope)
+        scale = _draw_areas(axes, areas, envelope)
         axes.set(title=f"size {size}", xlabel="convolution")
+    figure.colorbar(scale, ax=axes, label="strength")
     return figure
 
 
@@ -101,12 +102,11 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
     return figure
 
 
-def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]], envelope: list[int]) -> None:
-    """Draw areas around a horizontal line, the largest at the back; ``figure``, if any, gets their colour bar."""
+def _draw_areas(axes: Axes, areas: dict[float, list[int]], envelope: list[int]) -> ScalarMappable:
+    """Draw areas around a horizontal line, the largest at the back; return the scale of their colours."""
     layers = np.arange(1, len(envelope) + 1)
     norm = LogNorm(min(areas), max(max(areas), min(areas) * 1.01))
     colors = matplotlib.colormaps["viridis"]
-    scale = ScalarMappable(norm, colors)
     for strength, heights in sorted(areas.items(), key=lambda area: -sum(area[1])):
         half = np.array(heights) / 2
         axes.fill_between(layers, -half, half, color=colors(norm(strength)), alpha=0.55, linewidth=0)
@@ -117,5 +117,4 @@ def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]]
     axes.tick_params(axis="x", labelsize="small")
     axes.yaxis.set_major_formatter(lambda value, _: f"{2 * abs(value):g}")
     axes.spines[["top", "right"]].set_visible(False)
-    if figure is not None:
-        figure.colorbar(scale, ax=axes, label="strength")
+    return ScalarMappable(norm, colors)

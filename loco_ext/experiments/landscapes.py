@@ -90,8 +90,7 @@ class Noisy(nn.Module):
         self.network, self.noise = network, noise
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.network(x + self.noise * torch.randn_like(x) if self.training else x)
-        return logits
+        return self.network(x + self.noise * torch.randn_like(x) if self.training else x)
 
 
 class _Experiment:
@@ -254,18 +253,6 @@ class _Experiment:
         }
 
 
-# The figures that arms are compared by, from a network's record.
-FIGURES: dict[str, Callable[[Record], float | None]] = {
-    "accuracy": lambda network: network["test"]["top1"],
-    "top5": lambda network: network["test"]["top5"],
-    "loss": lambda network: network["test"]["loss"],
-    "total_variation": lambda network: network["landscape"]["total_variation"],
-    **{family: lambda network, family=family: family_accuracy(network, family) for family in FAMILIES},  # type: ignore[misc]
-    "ablation": lambda network: network["ablation"]["area"] if "ablation" in network else None,
-    "spearman": lambda network: network["resampling"]["spearman"] if "resampling" in network else None,
-}
-
-
 def family_accuracy(network: Record, family: str, level: int | None = None, what: str = "accuracy") -> float | None:
     """Return the mean over a family's corruptions, and over levels unless one from 1 to 5 is given.
 
@@ -276,6 +263,18 @@ def family_accuracy(network: Record, family: str, level: int | None = None, what
     found = network["robustness"][what]
     values = np.array([found[name] for name, corruption in CORRUPTIONS.items() if corruption.family == family], float)
     return float(values.mean() if level is None else values[:, level - 1].mean())
+
+
+# The figures that arms are compared by, from a network's record.
+FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "accuracy": lambda network: network["test"]["top1"],
+    "top5": lambda network: network["test"]["top5"],
+    "loss": lambda network: network["test"]["loss"],
+    "total_variation": lambda network: network["landscape"]["total_variation"],
+    **{family: partial(family_accuracy, family=family) for family in FAMILIES},
+    "ablation": lambda network: network.get("ablation", {}).get("area"),
+    "spearman": lambda network: network.get("resampling", {}).get("spearman"),
+}
 
 
 def summaries(networks: list[Record]) -> dict[str, Record]:

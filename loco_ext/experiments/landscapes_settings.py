@@ -120,6 +120,7 @@ class LandscapesSettings:
         return replace(training, weight_decay=arm.value) if arm.kind == DECAY else training
 
 
+# PILCRO, section 4 and appendix D.1, with random crops (RC+); its crops have reflection padding, these zeros.
 _PAPER: dict[str, Any] = {
     "model": "resnet50",
     "data": "cifar100",
@@ -129,27 +130,24 @@ _PAPER: dict[str, Any] = {
     "weight_decay": 1e-5,
     "schedule": "cosine",
     "milestones": (),
+    "arms": (PLAIN, *(f"{kind}:{alpha}" for kind in (TARGET, CURVATURE) for alpha in (1, 10, 100))),
 }
-_ALPHAS = (1, 10, 100)
-_PAPERS_ARMS = (PLAIN, *(f"{kind}:{alpha}" for kind in (TARGET, CURVATURE) for alpha in _ALPHAS))
-_SHORT = {"model": "small", "data": "cifar10", "epochs": 10, "learning_rate": 0.05, "weight_decay": 0.0005}
-PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # PILCRO, section 4 and appendix D.1, with random crops (RC+); its crops have reflection padding, these zeros.
-    "paper": (_PAPER, {"arms": _PAPERS_ARMS}),
-    "short": (
-        _PAPER | _SHORT,
-        {
-            "arms": (PLAIN, f"{TARGET}:10", f"{CURVATURE}:0.1", f"{NOISE}:0.2"),
-            "seeds": 3,
-            "landscape_images": 2000,
-            "corrupted_images": 500,
-            "ablated_images": 128,
-            "baseline_images": 32,
-            "resampled_inputs": 60,
-            "resampling_images": 256,
-        },
-    ),
+_SHORT = {
+    "model": "small",
+    "data": "cifar10",
+    "epochs": 10,
+    "learning_rate": 0.05,
+    "weight_decay": 0.0005,
+    "arms": (PLAIN, f"{TARGET}:10", f"{CURVATURE}:0.1", f"{NOISE}:0.2"),
+    "seeds": 3,
+    "landscape_images": 2000,
+    "corrupted_images": 500,
+    "ablated_images": 128,
+    "baseline_images": 32,
+    "resampled_inputs": 60,
+    "resampling_images": 256,
 }
+PRESETS = {"paper": _PAPER, "short": _PAPER | _SHORT}
 PRESETS_MEAN = (
     "Defaults of the other options. paper: ResNet-50 on CIFAR-100 as in section 4 of PILCRO, days on a CPU; short: the "
     "small CNN on CIFAR-10, with few epochs and measurements on few images."

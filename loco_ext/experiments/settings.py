@@ -414,25 +414,22 @@ def from_preset(preset: str, **overrides: Any) -> Settings:
 
 
 def experiment_preset(
-    kind: type, presets: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], preset: str, overrides: Mapping[str, Any]
+    kind: type, presets: Mapping[str, Mapping[str, Any]], preset: str, overrides: Mapping[str, Any]
 ) -> tuple[Settings, dict[str, Any]]:
     """Return the training settings of an experiment's preset and its other values, with some of both replaced.
 
     Args:
         kind: the dataclass of the experiment's settings, whose fields are not the training's.
-        presets: by name, what replaces LOCO-REG's settings of the training, and values of the experiment's fields.
+        presets: by name, values of the experiment's fields, and what replaces LOCO-REG's settings of the training.
         overrides: values by field; None keeps the preset's value.
 
     Raises:
         SettingsError: the preset is unknown, or the settings of the training are invalid.
     """
     check_choice("preset", preset, presets)
-    training, own = (dict(values) for values in presets[preset])
-    names = {field.name for field in fields(kind)}
-    for name, value in overrides.items():
-        if value is not None:
-            (own if name in names else training)[name] = value
-    return from_preset("paper", **training), own
+    values = {**presets[preset], **{name: value for name, value in overrides.items() if value is not None}}
+    own = {field.name: values.pop(field.name) for field in fields(kind) if field.name in values}
+    return from_preset("paper", **values), own
 
 
 def check_resumable(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:

@@ -65,11 +65,8 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = None) -> torch.optim.Optimizer:
+def make_optimizer(settings: Settings, model: nn.Module, data: Dataset) -> torch.optim.Optimizer:
     """Return this package's optimizer for the model, with decay by locality on convolutions and the penalty's prox.
-
-    Args:
-        data: data set whose image size the penalty "complexity" needs; no other setting needs it.
 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel; all parameters of the
@@ -77,14 +74,12 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model: expected one with parameters to train, got {settings.model}, which has none")
-    (prefix, _), own = without_wrappers(model.state_dict()), dict(model.named_modules())
-    layers = (
+    everywhere, layers = settings.locality, None
+    if isinstance(everywhere, Mapping):
+        (prefix, _), own = without_wrappers(model.state_dict()), dict(model.named_modules())
         # The command analyze leaves the prefix out of names.
-        {prefix + name if prefix + name in own else name: factors for name, factors in settings.locality.items()}
-        if isinstance(settings.locality, Mapping)
-        else None
-    )
-    everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
+        layers = {prefix + name if prefix + name in own else name: each for name, each in everywhere.items()}
+        everywhere = None
     penalties = layer_penalties(settings, model, data) if settings.solver == "prox" else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}
     try:
@@ -96,7 +91,7 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
         raise SettingsError(f"locality: {str(error).removeprefix('locality: ')}") from error
 
 
-def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = None) -> Callable[[], Tensor] | None:
+def penalty_term(settings: Settings, model: nn.Module, data: Dataset) -> Callable[[], Tensor] | None:
     """Return the term that the solver "subgradient" adds to the loss: the penalty summed over all convolutions."""
     penalties = layer_penalties(settings, model, data)
     if penalties is None or settings.solver != "subgradient":
@@ -105,11 +100,9 @@ def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = No
     return lambda: torch.stack([penalty.value(weights[name]) for name, penalty in penalties.items()]).sum()
 
 
-def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) -> Mapping[str, Penalty] | None:
+def layer_penalties(settings: Settings, model: nn.Module, data: Dataset) -> Mapping[str, Penalty] | None:
     """Return the penalty of each convolution, by name."""
     if settings.penalty == "complexity":
-        if data is None:
-            raise SettingsError("penalty: expected data with the penalty complexity, which counts pixels")
         first = next(model.parameters())
         image = data.blank(first.device).to(first.dtype)
         kinds = {"kind": settings.kind, "weighting": settings.weighting}
@@ -178,11 +171,11 @@ def make_pilcro(settings: Settings, data: Dataset, normalization: Normalization)
         return None
     if data.size < 2:
         raise SettingsError(f"pilcro: expected images of at least 2x2 pixels, got {data.name}, {data.size}x{data.size}")
-    target = None
+    options: dict[str, Any] = {}
     if settings.pilcro == "target":
-        target = data_smoothness(normalization(batch) for batch in data.train.images.split(EVALUATION_BATCH))
-    reduction = None if target is None else "mean"
-    return PILCRO(settings.pilcro, settings.alpha, target=target, reduction=reduction, seed=settings.seed)
+        batches = (normalization(batch) for batch in data.train.images.split(EVALUATION_BATCH))
+        options = {"target": data_smoothness(batches), "reduction": "mean"}
+    return PILCRO(settings.pilcro, settings.alpha, seed=settings.seed, **options)
 
 
 def train(
@@ -235,8 +228,9 @@ def train(
     statistics = _equal_running_statistics(model, optimizer, settings, processes)
     with deterministic, statistics, progress_bar(steps, label, unit="step", shown=processes.first) as progress:
         for epoch in range(start, settings.epochs):
+            rate = settings.learning_rate_of(epoch)
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_of(epoch)
+                group["lr"] = rate
             # Wrapped anew in each epoch: after its first step DDP sums in another order, which a resumed run would not
             # have.
             called = processes.wrap(model)
@@ -249,18 +243,9 @@ def train(
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
             losses, correct, count = sums
-            test_loss, test_accuracy = evaluate(model, test, normalization, processes)
-            figures = Epoch(
-                epoch + 1,
-                settings.learning_rate_of(epoch),
-                losses / count,
-                correct / count,
-                test_loss,
-                test_accuracy,
-                seconds,
-                count / seconds,
-            )
-            progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
+            tested = evaluate(model, test, normalization, processes)
+            figures = Epoch(epoch + 1, rate, losses / count, correct / count, *tested, seconds, count / seconds)
+            progress.set_postfix_str(f"test accuracy {figures.test_accuracy:.1%}", refresh=False)
             history.append(figures)
             after_epoch(figures)
     return history

@@ -1,7 +1,5 @@
 """The choice of an operator's implementation: by device, or forced by :func:`backend`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import threading

@@ -5,8 +5,6 @@ The matrix has a dense block for each live pair of an output and an input pixel,
 bilinear, and each one's gradients are the two others; so they can be differentiated any number of times.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings
@@ -91,12 +89,14 @@ def block_sparse_matmul(
         x, values, bias = _checked(x, values, pattern, bias)
     consumer = None
     if consume is not None:
-        _check_consume(consume)
+        if not callable(consume):
+            raise TypeError(f"consume: expected None or a callable, got {type(consume).__name__}")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("consume: expected a call that torch.compile leaves alone")
         consumer = _Consumer(consume, pattern)
     indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
     if (torch.jit.is_tracing() or compiler.is_exporting()) and consumer is None:
-        traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
-        return traced
+        return torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
     return _product("y", (x, values), values.shape[1], values.dtype, indices, bias, consumer)
 
 
@@ -325,7 +325,8 @@ def _value_gradient(
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
     if backends.choose(_FAMILY, activations.device) == "reference":
-        with _without_autocast(activations.device.type):
+        device_type = activations.device.type
+        with torch.autocast(device_type, enabled=False) if autocast.is_enabled(device_type) else nullcontext():
             return getattr(_reference, name)(activations, *arguments)
     if backends.library is None:
         return _run_triton(name, activations, *arguments)
@@ -336,10 +337,6 @@ def _run_triton(name: str, *arguments: Any) -> Tensor:
     from loco_ext.triton_kernels import block_sparse  # in less than half the time of importlib
 
     return getattr(block_sparse, name)(*arguments)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    return torch.autocast(device_type, enabled=False) if autocast.is_enabled(device_type) else nullcontext()
 
 
 def _adjacent(activations: Tensor) -> Tensor:
@@ -442,13 +439,6 @@ def _check(
         raise ValueError(f"values: expected blocks of at least one element, got shape {tuple(shape)}")
     if bias is not None and _check_tensor("bias", bias, "(n_out, C_out)", x) != (pattern.n_out, groups * width):
         raise ValueError(f"bias: expected shape {(pattern.n_out, groups * width)}, got {tuple(bias.shape)}")
-
-
-def _check_consume(consume: Any) -> None:
-    if not callable(consume):
-        raise TypeError(f"consume: expected None or a callable, got {type(consume).__name__}")
-    if torch.compiler.is_compiling():
-        raise RuntimeError("consume: expected a call that torch.compile leaves alone")
 
 
 def _check_tensor(

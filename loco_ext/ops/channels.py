@@ -1,9 +1,5 @@
 """Selection and normalisation of channels, as compacted networks need them; torch.fx records one call of each."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -33,8 +29,7 @@ def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
         (True, True)
     """
     if has_torch_function_unary(x):
-        result: Any = handle_torch_function(take_channels, (x,), x, index, axis)
-        return result
+        return handle_torch_function(take_channels, (x,), x, index, axis)
     pixels = x.movedim(axis, -1)
     if (x.is_contiguous() and not is_channels_last(x)) or not pixels.is_contiguous():
         return x.index_select(axis, index)
@@ -69,8 +64,7 @@ def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: 
         (True, True)
     """
     if has_torch_function_unary(x):
-        result: Any = handle_torch_function(layer_norm_with_constants, (x,), x, constants, mean, variance, eps)
-        return result
+        return handle_torch_function(layer_norm_with_constants, (x,), x, constants, mean, variance, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     share = constants / (x.shape[-1] + constants)
     centre = wide.mean(-1, keepdim=True)

@@ -1,7 +1,5 @@
 """Small tensors of the host that computations on other devices read in every step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ class DeviceCopies:
         self.tensor = tensor
         self._kept: dict[tuple[torch.device, int], Tensor] = {}
 
-    def __reduce__(self) -> tuple[type[DeviceCopies], tuple[Tensor]]:
+    def __reduce__(self) -> "tuple[type[DeviceCopies], tuple[Tensor]]":
         return DeviceCopies, (self.tensor,)
 
     def on(self, device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """Penalties on the square of a sum over all filters of a layer: the factor they share, only in torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -12,8 +12,6 @@ Sums are in float64 whatever the dtype of g, so fourth powers of gradients neith
 gradients that are all zero is zero, and so is its gradient.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Detection of the channels_last memory format."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Convolution with filters of different sizes in one pass over the images, for compacted networks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,16 +71,13 @@ def mixed_conv2d(
     weights, biases, pads = tuple(weights), tuple(biases), tuple(pads)
     tensors = (x, *weights, *biases, *(() if add is None else (add,)))
     options: dict[str, Any] = {"stride": stride, "dilation": dilation, "add": add, "relu": relu}
-    result: Any
     if has_torch_function(tensors):
-        result = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
-        return result
+        return handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
     if isinstance(x, Tensor) and x.dim() == 3:
         return _of_one_image(x, weights, biases, pads, order, **options)
     if torch.jit.is_tracing():
         traced = torch.ops.loco_ext.mixed_conv2d_traced
-        result = traced(x, weights, biases, _flat(pads), order, stride, dilation, add, relu)
-        return result
+        return traced(x, weights, biases, _flat(pads), order, stride, dilation, add, relu)
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
     if _takes(tensors):
         try:
@@ -155,8 +150,8 @@ def _check(
     stride: Sequence[int],
     dilation: Sequence[int],
     add: Any,
-) -> tuple[int, ...]:
-    """Check the arguments and return the result's shape, before anything is added to it."""
+) -> None:
+    """Raise TypeError or ValueError for arguments that do not fit."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W) or (C_in, H, W), got {_text(x)}")
     if not weights or len(pads) != len(weights) or len(biases) not in (0, len(weights)):
@@ -189,7 +184,6 @@ def _check(
         torch.broadcast_shapes(() if add is None else add.shape, shape)
     except RuntimeError as error:
         raise ValueError(f"add: expected a shape that fits the result's {shape}, got {_text(add)}") from error
-    return shape
 
 
 def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:

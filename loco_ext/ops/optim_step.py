@@ -29,8 +29,6 @@ All functions here raise TypeError for a wrong dtype, layout or device, ValueErr
 and for memory that would be written twice; nothing is written then.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace

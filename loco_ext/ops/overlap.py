@@ -3,8 +3,6 @@
 The reference uses it, and it words the errors; the compiled library has a check of its own for every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

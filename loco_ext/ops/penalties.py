@@ -1,7 +1,5 @@
 """The penalties that the optimizer step takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

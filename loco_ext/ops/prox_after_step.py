@@ -5,8 +5,6 @@ apart in memory, and any penalty where Triton or torch makes the step. On a GPU 
 function, so that a CUDA graph can capture the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,21 +39,12 @@ def _lies_by_filters(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= first.numel())
 
 
-def batches_of_proxes(args: StepArgs, chosen: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield the indices and proxes of all chosen parameters, which are penalised, after their step.
-
-    On a GPU, the metrics of a batch share launches, and so do joint penalties and, in Triton, all other proxes.
-    """
-    for batch in _batches(args, chosen):
-        penalties, weights = [args.penalties[i] for i in batch], [args.params[i] for i in batch]
-        yield batch, proxes_of(penalties, weights, _prox_sizes(args, batch))
-
-
 def _batches(args: StepArgs, chosen: Sequence[int]) -> Iterator[list[int]]:
-    """Divide parameters into batches whose metrics are computed together.
+    """Divide penalised parameters into batches.
 
-    On a GPU, whose memory holds the metrics and proxes of a batch together, a batch has one parameter or at most
-    MOST_IN_A_BATCH elements; elsewhere it has one parameter.
+    On a GPU, the metrics of a batch share launches, and so do joint penalties and, in Triton, all other proxes. As its
+    memory holds the metrics and proxes of a batch together, a batch has one parameter or at most MOST_IN_A_BATCH
+    elements; elsewhere it has one parameter.
     """
     batch: list[int] = []
     elements = 0
@@ -91,10 +80,12 @@ def proxes_of(
     alone: dict[int, ProxCall] = {}
     joint: dict[int, ProxCall] = {}
     for k, (penalty, w, (size, divisor)) in enumerate(zip(penalties, weights, sizes, strict=True)):
-        if penalty is None or _is_zero(size):
+        if isinstance(penalty, LayerPenalty):
+            size = float(size)
+        if penalty is None or (not isinstance(size, Tensor) and size == 0):  # the host reads no size from the device
             continue
         if isinstance(penalty, LayerPenalty):
-            results[k] = _prox_of_layer(penalty, w, float(size), divisor)
+            results[k] = penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
             continue
         in_torch = penalty.joint and not joins_in_kernel(w)
         t, q = penalty.scaled(size, w.device if in_torch or isinstance(size, Tensor) else None)
@@ -107,17 +98,6 @@ def proxes_of(
         for k, shrunk in zip(calls, run(list(calls.values())), strict=True):
             results[k] = shrunk
     return results
-
-
-def _prox_of_layer(penalty: LayerPenalty, w: Tensor, size: float, divisor: Tensor | None) -> Tensor:
-    if size == 0:
-        return w
-    return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
-
-
-def _is_zero(size: Tensor | float) -> bool:
-    """Return whether a step's size is known to be 0 on the host."""
-    return not isinstance(size, Tensor) and size == 0
 
 
 @torch.no_grad()
@@ -136,7 +116,9 @@ def step_then_prox(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
         for i in chosen:
             tensors[i] = own[i].to(compute_dtype(args.params[i].dtype))
     step(wide)
-    for indices, shrunk in batches_of_proxes(wide, chosen):
+    for indices in _batches(wide, chosen):
+        penalties, weights = [args.penalties[i] for i in indices], [wide.params[i] for i in indices]
+        shrunk = proxes_of(penalties, weights, _prox_sizes(wide, indices))
         params = [args.params[i] for i in indices]
         if args.found_inf is not None:
             kept = [args.found_inf.to(w.device) == 0 for w in shrunk]

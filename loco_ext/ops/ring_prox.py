@@ -9,8 +9,6 @@ Sums and everything derived from them are in float64; weights are float32, float
 All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, counts or values.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Sequence
@@ -52,8 +50,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     _check_weight("weight", weight)
     _check_rings(weight, rings, count)
     if compiler.is_exporting() or torch.jit.is_tracing():
-        norms: Tensor = torch.ops.loco_ext.ring_norms_traced(weight, rings, count)
-        return norms
+        return torch.ops.loco_ext.ring_norms_traced(weight, rings, count)
     return _norms(weight, list(rings), count)
 
 
@@ -201,8 +198,7 @@ class ProxCall:
 def run_proxes(calls: Sequence[ProxCall]) -> list[Tensor]:
     """Return the prox of each filter by itself of each weight, all on one device; Triton shares launches."""
     if calls and backends.choose(_FAMILY, calls[0].weight.device) == "triton":
-        found: list[Tensor] = _triton().ring_proxes(calls)
-        return found
+        return _triton().ring_proxes(calls)
     return [_run("ring_prox", call.weight, list(call.rings), call.t, call.q, call.metric, call.linf) for call in calls]
 
 
@@ -324,26 +320,12 @@ if backends.library is not None:
         return weight.new_empty((weight.shape[0], count), dtype=compute_dtype(weight.dtype))
 
     @torch.library.register_fake("loco_ext::ring_prox")
-    def _(
-        weight: Tensor,
-        rings: Sequence[int],
-        thresholds: Tensor,
-        squared: Tensor | None,
-        metric: Tensor | None,
-        linf: bool,
-    ) -> Tensor:
+    def _(weight: Tensor, rings: Any, thresholds: Any, squared: Any, metric: Tensor | None, linf: bool) -> Tensor:
         backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)
 
     @torch.library.register_fake("loco_ext::joint_ring_prox")
-    def _(
-        weights: Sequence[Tensor],
-        rings: Sequence[int],
-        thresholds: Sequence[Tensor],
-        squared: Sequence[Tensor],
-        metrics: Sequence[Tensor],
-        linf: bool,
-    ) -> list[Tensor]:
+    def _(weights: list[Tensor], rings: Any, t: Any, q: Any, metrics: list[Tensor], linf: bool) -> list[Tensor]:
         for i, weight in enumerate(weights):
             backends.check_one_device(weight=weight, metric=metrics[i] if metrics else None)
         return [torch.empty_like(weight) for weight in weights]

@@ -1,7 +1,5 @@
 """The arguments of one optimizer step, for every rule and backend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

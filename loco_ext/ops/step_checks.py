@@ -1,7 +1,5 @@
 """Argument checks of the optimizer step; their errors name the argument, the expectation and the value received."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +21,8 @@ def check_step(args: StepArgs, by_kernels: bool = True) -> None:
     for name, tensors in operands.items():
         for i, tensor in enumerate(tensors):
             _check_tensor(f"{name}[{i}]", tensor, params[i], params[0].device)
-    if args.shapes is not None:
-        _check_shapes(args.shapes, params)
+    if args.shapes is not None and args.shapes.tolist() != [n for param in params for n in (param.dim(), *param.shape)]:
+        raise ValueError(f"shapes: expected those of params, got {args.shapes.tolist()}")
     _check_hyper(args.hyper, args.rule.columns)
     _check_index("group_index", args.group_index, len(args.hyper), least=0)
     _check_index("lr_index", args.lr_index, len(args.lrs))
@@ -90,11 +88,6 @@ def _check_tensor(name: str, tensor: Tensor, param: Tensor, device: torch.device
         raise TypeError(f"{name}: expected device {device} as params[0], got {tensor.device}")
     if tensor.shape != param.shape:
         raise ValueError(f"{name}: expected its parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
-
-
-def _check_shapes(shapes: Tensor, params: Sequence[Tensor]) -> None:
-    if shapes.tolist() != [number for param in params for number in (param.dim(), *param.shape)]:
-        raise ValueError(f"shapes: expected those of params, got {shapes.tolist()}")
 
 
 def _check_hyper(hyper: Tensor, columns: Sequence[str]) -> None:

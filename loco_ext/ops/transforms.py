@@ -1,7 +1,5 @@
 """Detection of torch.func and forward-mode AD, and a context that suspends torch.func."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

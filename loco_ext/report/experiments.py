@@ -34,13 +34,10 @@ class _Experiment(NamedTuple):
 def section(run: Run) -> Section:
     """Return the section on one run of an experiment: the table that its command prints, and its figures."""
     kind = EXPERIMENTS[run.command]
-    plots = [_plot(run, name, figure) for name, figure in kind.draw(run.content) if name in kind.shown]
+    numbers = _sizes(run.content) if run.command == "frontier" else None
+    drawn = [(kind.shown[name], figure) for name, figure in kind.draw(run.content) if name in kind.shown]
+    plots = [plot(title, alt, figure, numbers) for (title, alt), figure in drawn]
     return Section(f"{kind.title}: {run.name}", kind.text, [Table(*kind.rows(run.content))], plots)
-
-
-def _plot(run: Run, name: str, figure: Figure) -> Plot:
-    title, alt = EXPERIMENTS[run.command].shown[name]
-    return plot(title, alt, figure, _sizes(run.content) if run.command == "frontier" else None)
 
 
 def _sizes(record: Record) -> list[Table]:

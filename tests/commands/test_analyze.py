@@ -17,6 +17,7 @@ from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.tables import PARTS
 from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.cli import main
+from loco_ext.experiments.data import load
 from loco_ext.experiments.models import load_weights
 from loco_ext.experiments.settings import from_preset
 from loco_ext.experiments.train import make_optimizer
@@ -246,9 +247,9 @@ def test_a_network_whose_own_module_has_a_wrappers_name_is_trained_on_from_its_w
     load_weights(second, write(tmp_path / "m.pt", first, "torch"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert main(["analyze", str(tmp_path / "m.pt"), "--out", str(tmp_path), "--quiet", "--stat", "abs"]) == 0
-    factors = option_parsers.locality(str(tmp_path / "analysis.json"))
+    factors, samples = option_parsers.locality(str(tmp_path / "analysis.json")), load("digits", None)
     for named in (factors, {f"module.{name}": of_layer for name, of_layer in factors.items()}):
-        optimizer = make_optimizer(from_preset("quick", model="small", data="digits", locality=named), second)
+        optimizer = make_optimizer(from_preset("quick", model="small", data="digits", locality=named), second, samples)
         assert factors["4"] in optimizer.param_groups[0]["locality"]
 
 

@@ -28,7 +28,7 @@ from loco_ext.cli import main
 from loco_ext.commands import reproduce
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
-from loco_ext.experiments.reproduce.jobs import PRESETS, JobPlan, ordered
+from loco_ext.experiments.reproduce.jobs import JobPlan
 from loco_ext.experiments.reproduce.published import published, tables
 from loco_ext.version import commit
 from tests.processes import kill_when, run_command, start_command
@@ -105,7 +105,7 @@ def test_the_preset_paper_has_the_authors_protocols(tmp_path):
     }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", loco_reg.SCALES)
 def test_jobs_have_folders_of_their_own_and_seeds_are_paired(tmp_path, preset):
     jobs = [job for module in PAPERS.values() for job in module.jobs(plan(preset, tmp_path))]
     assert len({job.folder for job in jobs}) == len(jobs)
@@ -323,7 +323,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
             raise torch.OutOfMemoryError("the memory is full")
         return 1 if len(ran) == 1 else 0
 
-    jobs = ordered(loco_reg.jobs(JobPlan("smoke", tmp_path)))
+    jobs = sorted(loco_reg.jobs(JobPlan("smoke", tmp_path)), key=lambda job: job.stage)
     monkeypatch.setattr(reproduce.commands, "run", fail_first)
     with pytest.raises(reproduce.FailedJobsError, match=f"without them: {jobs[0].name}, {jobs[1].name}$"):
         reproduce._ended(reproduce._run(jobs), [])

@@ -53,11 +53,11 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     model, samples = make_model(quick(), digits()), digits()
     layers = convolutions(model)
     expected = sparsity.RingPenalty(0.3, "full", "scaled")
-    assert make_optimizer(quick(**options, folded=False), model).param_groups[0]["penalty"] == [expected] * 3
-    assert make_optimizer(quick(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
+    assert make_optimizer(quick(**options, folded=False), model, samples).param_groups[0]["penalty"] == [expected] * 3
+    assert make_optimizer(quick(**options, solver="subgradient"), model, samples).param_groups[0]["penalty"] is None
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     folded = [sparsity.FoldedPenalty(expected, norm) for norm in norms]
-    assert make_optimizer(quick(**options), model).param_groups[0]["penalty"] == folded
+    assert make_optimizer(quick(**options), model, samples).param_groups[0]["penalty"] == folded
     complexity, image = options | {"penalty": "complexity"}, torch.zeros(1, 1, 8, 8)
     by_layer = sparsity.complexity_penalties(model, (image,), 0.3, kind="full", weighting="scaled").values()
     entries = make_optimizer(quick(**complexity), model, samples).param_groups[0]["penalty"]
@@ -75,7 +75,7 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
             quick(penalty=penalty, power=2)
     model.forward = lambda x: nn.Sequential.forward(model, x) if x.sum() > 0 else x
     with pytest.raises(SettingsError, match=r"^folded: expected False for this model; .*torch.fx"):
-        make_optimizer(quick(**options), model)
+        make_optimizer(quick(**options), model, samples)
 
 
 class OtherOrder(nn.Module):

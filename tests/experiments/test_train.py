@@ -93,13 +93,13 @@ def test_mobilenets_depthwise_convolutions_are_the_papers():
 
 
 def test_the_optimizer_has_the_settings_locality_and_rule():
-    model = make_model(quick(), few_digits())
+    model = make_model(quick(), samples := few_digits())
     for name, kind, locality, expected in (
         ("sgd", optim.SGD, None, [None] * 3),
         ("adam", optim.Adam, (0.5, 2.0), [(0.5, 2.0)] * 3),
         ("adamw", optim.AdamW, {"3": (0.5, 1.0, 2.0)}, [None, (0.5, 1.0, 2.0), None]),
     ):
-        optimizer = make_optimizer(quick(optimizer=name, locality=locality, weight_decay=0.3), model)
+        optimizer = make_optimizer(quick(optimizer=name, locality=locality, weight_decay=0.3), model, samples)
         assert type(optimizer) is kind
         assert optimizer.param_groups[0]["locality"] == expected
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
@@ -125,7 +125,7 @@ def test_training_is_the_loop_written_out(options):
         each[0].register_forward_hook(lambda module, _, result, who=who: seen.add((who, module.training, result.dtype)))
         for who, each in {"model": model, "teacher": teacher}.items()
     ]
-    history = train(model, make_optimizer(setting, model), samples, setting, CPU, label="", **given)
+    history = train(model, make_optimizer(setting, model, samples), samples, setting, CPU, label="", **given)
     for hook in hooks:
         hook.remove()
     computed = torch.bfloat16 if setting.amp else torch.float32

@@ -171,7 +171,7 @@ def test_networks_of_a_seed_begin_alike_and_their_decay_is_that_of_the_arm():
     assert {tuple(w.shape[2:]) for w in once.values() if w.dim() == 4} == {(5, 5)}
     training = study.training(cell, 0.3, 3, (0.5, 2.0))
     assert (training.epochs, training.weight_decay, training.seed) == (160, 0.3, 3)
-    kernels, *_ = make_optimizer(training, study.network(5, 3)).param_groups
+    kernels, *_ = make_optimizer(training, study.network(5, 3), study.dataset).param_groups
     assert (kernels["locality"], kernels["weight_decay"]) == ([(0.5, 2.0)] * 3, 0.3)
 
 
@@ -275,7 +275,7 @@ def test_readme_shows_the_halves_of_the_study_of_most_networks(tmp_path):
 def test_the_dense_network_is_trained_once_and_teaches_with_its_last_weights(tmp_path, monkeypatch):
     few_images(monkeypatch, budget_cifar10, 40)
     study = budget_cifar10.Study(budget_cifar10.load("cifar10", None), tmp_path, "resnet8", 2)
-    optimizer = make_optimizer(study.training(0), dense := study.network(0))
+    optimizer = make_optimizer(study.training(0), dense := study.network(0), study.dataset)
     study.fit(dense, 0, optimizer=optimizer)
     found, again = study.fit(study.network(1), 0, distilled=True), study.network(1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense-0-1.pt", "dense-0-2.pt"]

@@ -10,7 +10,6 @@ from loco_ext.experiments.data import DIGITS_TRAIN_SIZE
 from loco_ext.experiments.records import Record, read
 from loco_ext.experiments.settings import SettingsError
 
-PRESETS = ("smoke", "cpu", "paper")
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
 WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
 
@@ -61,15 +60,13 @@ class Job:
 class JobPlan:
     """The options that all jobs of one call share."""
 
-    preset: str  # one of PRESETS
+    preset: str  # smoke, cpu or paper
     out: Path  # folder of all presets' results
     data: Path | None = None  # folder of the data sets; "smoke" needs none
     device: str = "cpu"
     checkpoints: Path | None = None  # folder of trained networks for LOCO-REG's Table 4
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise UserError(f"preset: expected one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.preset == "paper" and self.data is None:
             raise UserError("folder: expected the folder of the data sets with the preset paper, got none")
         if self.checkpoints is not None and not self.checkpoints.is_dir():
@@ -128,8 +125,3 @@ def commits(jobs: list[Job]) -> list[str]:
     records = [path for job in jobs if job.done for path in (job.folder / "settings.json", job.result)]
     found = (read_record(path).get("commit") for path in records if path.suffix == ".json" and path.is_file())
     return sorted({commit for commit in found if commit is not None})
-
-
-def ordered(jobs: list[Job]) -> list[Job]:
-    """Return the jobs by stage; their numbers, from 1, are their places in this list."""
-    return sorted(jobs, key=lambda job: job.stage)

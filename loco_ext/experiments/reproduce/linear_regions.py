@@ -71,7 +71,7 @@ def page(plan: JobPlan) -> Page:
     """Return the table of radii of what is done, and the pictures."""
     records = read_records(jobs(plan), PAPER, "networks")
     networks = {(n["name"], n["seed"]): n for record in records for n in record["networks"]}
-    arms = regions.summarise(list(networks.values())) if networks else []
+    arms = regions.summarise(list(networks.values()))
     out = plan.folder(PAPER)
     out.mkdir(parents=True, exist_ok=True)
     if arms:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
@@ -103,11 +102,7 @@ def _grid(rows: list[Tensor]) -> Figure:
     cells = figure.subplots(len(rows), SHOWN, squeeze=False)
     for number, (line, pictures) in enumerate(zip(cells, rows, strict=True), 1):
         for axes, picture in zip(line, pictures, strict=False):
-            _draw(axes, picture)
+            axes.imshow(picture.float().numpy(), cmap="gray", vmin=0)
+            axes.set_axis_off()
         line[0].set_title(f"layer {number}", size="small", loc="left")
     return figure
-
-
-def _draw(axes: Axes, picture: Tensor) -> None:
-    axes.imshow(picture.float().numpy(), cmap="gray", vmin=0)
-    axes.set_axis_off()

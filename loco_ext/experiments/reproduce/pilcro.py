@@ -54,7 +54,7 @@ SCALES = {
         "paper's ResNet-50 on CIFAR-100 after 200 epochs with alpha 10 and 1.",
     ),
     "paper": Scale(
-        {arm: arm for arm in PRESETS["paper"][1]["arms"]},
+        {arm: arm for arm in PRESETS["paper"]["arms"]},
         1,
         ("--preset", "paper"),
         30_000.0,
@@ -84,8 +84,7 @@ def page(plan: JobPlan) -> Page:
     shown = {}
     for crops, record in records.items():
         out = plan.folder(f"{PAPER}/{crops}")
-        if record is not None:
-            figures.save(landscapes_figures.draw(record), out)
+        figures.save(landscapes_figures.draw(record), out)
         for what in ("landscapes", "training", "robustness", "ablation"):
             shown[f"{crops}: {what}"] = out / f"{what}.png"
     tables = [_accuracies(plan, records), _robustness(plan, records), _imagenet()]
@@ -93,21 +92,20 @@ def page(plan: JobPlan) -> Page:
     return Page(title, SCALES[plan.preset].means.format(images=plan.training_images(4000)), tables, shown)
 
 
-def _merged(plan: JobPlan, crops: str) -> dict[str, Any] | None:
-    """Return one record of all jobs with these crops that are done, or None.
+def _merged(plan: JobPlan, crops: str) -> dict[str, Any]:
+    """Return one record of all jobs with these crops that are done; its lists are empty if none is.
 
     Once a plain network is done, networks of seeds without one are left out, as they have no partner.
     """
     records = read_records(jobs(plan), f"{PAPER}/{crops}/", "networks")
-    if not records:
-        return None
     networks = [network for record in records for network in record["networks"]]
     if partners := {network["seed"] for network in networks if network["arm"] == PLAIN}:
         networks = [network for network in networks if network["seed"] in partners]
-    return records[0] | {"networks": networks, "arms": landscapes.summaries(networks)}
+    first = records[0] if records else {}
+    return first | {"networks": networks, "arms": landscapes.summaries(networks)}
 
 
-def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Table:
+def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any]]) -> Table:
     columns = {"crops": "", "arm": "", "seeds": "d"}
     for name in FIGURES:
         form = {"total_variation": ".2g", "loss": ".3f"}.get(name, ".2%")
@@ -116,8 +114,8 @@ def _accuracies(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Tab
     rows: list[list[Any]] = []
     for crops, record in records.items():
         for arm, theirs in SCALES[plan.preset].arms.items():
-            summary = {} if record is None else record["arms"].get(arm, {})
-            networks = [] if record is None else [n for n in record["networks"] if n["arm"] == arm]
+            summary = record["arms"].get(arm, {})
+            networks = [n for n in record["networks"] if n["arm"] == arm]
             row: list[Any] = [crops, arm, len(networks)]
             for column, name in FIGURES.items():
                 row += [_mean(summary, name), published(PAPER, "Table 1", f"{crops}, {theirs}", column)]
@@ -133,14 +131,14 @@ def _mean(summary: dict[str, Any], name: str) -> float | None:
     return summary.get(name, {}).get("mean")
 
 
-def _robustness(plan: JobPlan, records: dict[str, dict[str, Any] | None]) -> Table:
+def _robustness(plan: JobPlan, records: dict[str, dict[str, Any]]) -> Table:
     columns = {"crops": "", "arm": "", "corruption": ""}
     for level in range(1, LEVELS + 1):
         columns |= {f"level {level}": ".2f", f"paper: {level}": ".2f"}
     rows: list[list[Any]] = []
     for crops, record in records.items():
         for arm, theirs in SCALES[plan.preset].arms.items():
-            found = [] if record is None else [n for n in record["networks"] if n["arm"] == arm and not n["diverged"]]
+            found = [n for n in record["networks"] if n["arm"] == arm and not n["diverged"]]
             for family in FAMILIES:
                 row: list[Any] = [crops, arm, family]
                 for level in range(1, LEVELS + 1):
