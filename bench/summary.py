@@ -68,10 +68,10 @@ def section(results: Path) -> str:
     """Return the Markdown of the table."""
     rows = [row for figure in FIGURES for row in rows_of(figure, results)]
     title = (
-        "Milliseconds (medians), interleaved in one process; on CPUs in float32 and one thread, "
-        "on GPUs their own time, caches cold"
+        "Milliseconds (medians). Both times of a row were interleaved in one process; different rows may be from "
+        "different machines of the same name. On CPUs in float32 and one thread, on GPUs their own time, caches cold"
     )
-    table = Table(title, ["what", "ms", "beside", "ms of that", "measured on"], rows)
+    table = Table(title, ["what", "ms", "compared with", "its ms", "measured on"], rows)
     return f"\n{table.markdown()}\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Locality as something you can turn, for people who train convolutional networks."""
+"""Locality as something you can turn up or down, for people who train convolutional networks."""
 
 import importlib
 import sys

@@ -28,13 +28,13 @@ COMMANDS = {
     "demo": "Show the whole package on handwritten digits, in a minute.",
     "train": "Train a network, with weight decay uniform or by locality.",
     "frontier": "Train with many penalty strengths: accuracy against cost.",
-    "efcn": "Turn convolutions into larger layers, and train these on.",
+    "efcn": "Turn convolutions into larger layers, and train these further.",
     "landscapes": "Flatten networks' importance landscapes, and measure them.",
     "regions": "Widen a network's linear regions, and measure them.",
     "reproduce": "Compute the papers' tables, beside the published values.",
     "analyze": "Measure how local a network is, and suggest its decay.",
     "compact": "Remove a network's zeros; its outputs stay the same.",
-    "shrink": "Make a trained network as small as you say, and train it on.",
+    "shrink": "Make a trained network as small as you say, and train it further.",
     "report": "Make one HTML page out of any runs.",
     "info": "Show versions, libraries and the backend of every operation.",
 }
@@ -222,7 +222,7 @@ def _fail(text: str, code: int) -> int:
 def _application(used: str) -> typer.Typer:
     """Return the command line; of the commands, only ``used`` is imported, and the others are there to be listed."""
     app = typer.Typer(
-        help="Locality in convolutional networks as something you can turn.",
+        help="Locality in convolutional networks as something you can turn up or down.",
         rich_markup_mode=None,
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -21,12 +21,12 @@ def run(
     device: Device = "cpu",
     epochs: Annotated[int, typer.Option(min=1, max=MOST, help="Number of passes over the training samples.")] = 40,
 ) -> Result:
-    """Train small networks on handwritten digits: one of half of the MACs, one with locality, one lifted.
+    """Train small networks on handwritten digits: one of half the MACs, one with locality, one without weight sharing.
 
     The first has ordinary weight decay. One that loses half of its multiply-accumulates (MACs) during training is
     compared with it and with a narrower network of equal cost. Another has decay that promotes locality; where in the
-    filters its weights end up is shown, and it is trained on with separate weights at every position. All of this takes
-    a minute.
+    filters its weights end up is shown, and it is trained further with separate weights at every position. All of this
+    takes a minute.
     """
     from loco_ext.experiments import demo
 

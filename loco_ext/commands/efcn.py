@@ -37,7 +37,7 @@ def run(
     device: Device = "cpu",
     **options: Any,
 ) -> Result:
-    """Train a convolutional network, lift copies of it from several times of its training, and train these on.
+    """Train a convolutional network, lift copies of it at several times of its training, and train these further.
 
     A lifted network computes the same at first, but does not share weights between positions and may have larger
     receptive fields. Accuracies, deviations from the convolutions, gradients, curvatures, interpolations and figures

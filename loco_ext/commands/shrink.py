@@ -34,7 +34,7 @@ def run(
     device: Device = "cpu",
     **options: Any,
 ) -> Result:
-    """Make a trained network as small as you say, train it on, and write the small network to a folder.
+    """Make a trained network as small as you say, train it further, and write the small network to a folder.
 
     The command removes filters and rings of their taps, beginning with those that matter least to the loss for what
     they cost. Give exactly one of --macs, --parameters and --latency: 0.5 leaves half of what the network has.

@@ -90,7 +90,7 @@ class FrontierSettings:
         ),
     ] = 8
     refit_epochs: Annotated[
-        int, Option(min=0, help="Number of epochs for which each compacted network is trained on; 0 skips this.")
+        int, Option(min=0, help="Number of epochs for which each compacted network is trained further; 0 skips this.")
     ] = 1
     points: Annotated[int, count_option(help="Number of strengths of the penalty.")] = 15
     span: Annotated[float, Option(help="Ratio of the smallest to the largest strength.")] = 1e-4

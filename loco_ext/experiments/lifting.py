@@ -40,7 +40,7 @@ def lift(model: modules.Module, samples: Dataset, settings: Settings, processes:
 
 def print_lifted(record: Record) -> None:
     """Print what lifting and training have changed."""
-    rows = (("the convolutions", "before", "_before"), ("lifted", "after", "_lifted"), ("trained on", "after", ""))
+    rows = (("the convolutions", "before", "_before"), ("lifted", "after", "_lifted"), ("trained further", "after", ""))
     print_table(
         ["", "weights", "test accuracy"],
         [[name, f"{record[f'parameters_{of}']:,}", f"{record[f'accuracy{when}']:.1%}"] for name, of, when in rows],

@@ -247,7 +247,10 @@ class Settings:
     ] = "pruning"
     granularity: Annotated[
         Literal["rings", "filters"],
-        Option(help="What --macs, --parameters or --latency removes: whole filters, or also rings of their taps."),
+        Option(
+            help="What --macs, --parameters or --latency removes. rings: outer rings of taps and whole filters; "
+            "filters: whole filters only."
+        ),
     ] = "rings"
     round_to: Annotated[
         int,

@@ -66,7 +66,8 @@ class Shrinking:
         float | None, share_option("Share of the network's latency, measured on this machine, that may remain.")
     ] = None
     granularity: Annotated[
-        Literal["rings", "filters"], Option(help="What is removed: whole filters, or also rings of their taps.")
+        Literal["rings", "filters"],
+        Option(help="What is removed. rings: outer rings of taps and whole filters; filters: whole filters only."),
     ] = "rings"
     round_to: Annotated[
         int, count_option(help="Make all numbers of channels multiples of this number; 8 suits fast kernels.")
@@ -135,7 +136,7 @@ class Shrunk:
         costs = (
             ("as trained", dense.macs_before, dense.parameters_before, dense.latency_before),
             ("made smaller", small.macs_before, small.parameters_before, None),
-            ("and trained on", small.macs_after, small.parameters_after, small.latency_after),
+            ("and trained further", small.macs_after, small.parameters_after, small.latency_after),
         )
         print_table(
             ["network", "test accuracy", "MACs of an image", "parameters", f"latency of {batch_size}"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -67,8 +68,8 @@ def parameter_groups(
             such that the entry could not act on it; or if a lazy module has not run yet.
 
     Warns:
-        UserWarning: ``locality`` is given but there is no weight decay, no convolution, or one that it cannot act on;
-            or ``penalty`` is given but there is no convolution.
+        UserWarning: ``locality`` is given but there is no weight decay, no convolution of more than one tap, or one
+            that it cannot act on; or ``penalty`` is given but there is no convolution.
 
     Example:
         >>> from torch import nn
@@ -113,11 +114,13 @@ class _Layer:
     Attributes:
         filters: the parameter that has its filters, tap by tap, or its blocks; None if no parameter has.
         how: how its weight is computed; None if the weight is a parameter.
+        may_be_local: whether it has several taps, or blocks, which growth can add.
         may_have_penalty: whether filters lie along the first axis of its weight, or it has blocks.
     """
 
     filters: nn.Parameter | None
     how: Computed | None
+    may_be_local: bool
     may_have_penalty: bool
 
 
@@ -130,11 +133,11 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
             weight = module.weight if how is None else how.filters if how.masked else None
             if weight is not None:
                 attach_pattern(weight, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
-            layers[name] = _Layer(weight, how, True)
+            layers[name] = _Layer(weight, how, True, True)
         elif isinstance(module, _ConvNd):
             how = computed(module)
             filters: Any = module.weight if how is None else how.filters
-            layers[name] = _Layer(filters, how, is_convolution(module))
+            layers[name] = _Layer(filters, how, math.prod(module.kernel_size) > 1, is_convolution(module))
     return layers
 
 
@@ -159,8 +162,11 @@ def _factors_of(
                 f"{name!r}, whose weight {_by(layer)} computes; {HOW_TO_MAKE_PLAIN}, or leave the name out"
             )
     if locality is not None:
-        if not layers:
-            warn_caller("locality: expected a model with convolutions, got one without, so that all decay is uniform")
+        if not any(layer.may_be_local for layer in layers.values()):
+            warn_caller(
+                "locality: expected a model with convolutions of more than one tap, got one without, so that all decay "
+                "is uniform"
+            )
         computed_otherwise = [name for name, layer in layers.items() if layer.how and layer.filters is None]
         if unreached := [name for name in computed_otherwise if name not in per_layer]:
             warn_caller(

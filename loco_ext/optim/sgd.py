@@ -30,8 +30,9 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         fused: None or True uses this package's kernels; with True they also unscale gradients for GradScaler. False
             uses the PyTorch reference.
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
-            parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
-            and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
+            parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with spatial sizes up to 15 and
+            more than one tap; even sizes decay uniformly, with a warning. :func:`parameter_groups` finds convolutions
+            by module type instead.
         penalty: None, a :class:`loco_ext.sparsity.RingPenalty`, ``KernelPenalty`` or ``FoldedPenalty``, or a list with
             one such entry per parameter. A single penalty applies to the same parameters as a tuple ``locality``. Every
             step ends with the penalty's exact prox, so rings and filters become exactly zero. The strength is relative

@@ -47,7 +47,7 @@ def test_a_killed_run_is_resumed_to_the_same_small_network(capsys):
         del record["shrinking"][option]
     Path("cut/shrink.json").write_text(json.dumps(record))
     assert main([*line, "--out", "cut", "--resume"]) == 0
-    assert "and trained on" in capsys.readouterr().out
+    assert "and trained further" in capsys.readouterr().out
 
     dense, small, final = (whole[place][f"macs_{state}"] for place, state in COSTS)
     assert 0.29 * dense < small <= 0.3 * dense

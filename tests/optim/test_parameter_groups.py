@@ -145,6 +145,8 @@ def test_what_acts_on_nothing_is_a_warning():
     for options in ({"locality": LOCALITY}, {"penalty": sparsity.RingPenalty(0.1)}):
         with pytest.warns(UserWarning, match="expected a model with convolutions"):
             optim.parameter_groups(nn.Linear(2, 2), 0.1, **options)
+    with pytest.warns(UserWarning, match="convolutions of more than one tap"):
+        optim.parameter_groups(nn.Conv2d(1, 2, 1), 0.1, locality=LOCALITY)
 
 
 def test_shared_and_frozen_parameters_appear_once():
