@@ -12,13 +12,13 @@
 
 #if defined(LOCO_AVX512_BF16)
 #define LOCO_CAPABILITY avx512_bf16
-#define LOCO_TARGET _Pragma("GCC target(\"arch=x86-64-v4,avx512bf16,prefer-vector-width=512\")")
+#define LOCO_TARGET LOCO_COMPILED_FOR("GCC target(\"arch=x86-64-v4,avx512bf16,prefer-vector-width=512\")")
 #elif defined(LOCO_AVX512)
 #define LOCO_CAPABILITY avx512
-#define LOCO_TARGET _Pragma("GCC target(\"arch=x86-64-v4,prefer-vector-width=512\")")
+#define LOCO_TARGET LOCO_COMPILED_FOR("GCC target(\"arch=x86-64-v4,prefer-vector-width=512\")")
 #elif defined(LOCO_AVX2)
 #define LOCO_CAPABILITY avx2
-#define LOCO_TARGET _Pragma("GCC target(\"arch=x86-64-v3\")")
+#define LOCO_TARGET LOCO_COMPILED_FOR("GCC target(\"arch=x86-64-v3\")")
 #else
 #define LOCO_CAPABILITY portable
 #define LOCO_TARGET
@@ -29,16 +29,17 @@
 #undef LOCO_AVX512_BF16
 #undef LOCO_AVX512
 #undef LOCO_AVX2
-#undef LOCO_TARGET
-#define LOCO_TARGET
+#define LOCO_COMPILED_FOR(target)
+#else
+#define LOCO_COMPILED_FOR(target) _Pragma(target)
 #endif
 
-#define LOCO_KERNELS_BEGIN                                            \
-  _Pragma("GCC push_options") LOCO_TARGET namespace LOCO_CAPABILITY { \
+#define LOCO_KERNELS_BEGIN                                                      \
+  LOCO_COMPILED_FOR("GCC push_options") LOCO_TARGET namespace LOCO_CAPABILITY { \
     using namespace ::loco::LOCO_CAPABILITY;
 #define LOCO_KERNELS_END \
   }                      \
-  _Pragma("GCC pop_options")
+  LOCO_COMPILED_FOR("GCC pop_options")
 
 namespace loco {
 
