@@ -1,7 +1,5 @@
 """Checks of a caller's arguments; messages name the argument, what was expected and what came."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real

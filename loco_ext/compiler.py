@@ -1,7 +1,5 @@
 """Parts of torch.compiler that do not import torch's compiler, whose import takes longer than that of loco_ext."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar

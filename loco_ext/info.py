@@ -1,7 +1,5 @@
 """Report of what is installed and which backend runs where: ``python -m loco_ext.info``."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from types import ModuleType

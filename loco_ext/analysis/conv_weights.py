@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from loco_ext import compiler
-from loco_ext.fx.modules import unwrapped
+from loco_ext.fx.modules import device_of, unwrapped
 from loco_ext.nn.computed import weight_of
-from loco_ext.regularizers.evaluation import device_of, measuring
+from loco_ext.regularizers.evaluation import measuring
 
 Model = nn.Module | Mapping[str, Any]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -90,13 +91,10 @@ def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: 
             f"example_inputs: expected None, a tensor or a tuple of tensors, got {type(example_inputs).__name__}"
         )
     called: dict[_ConvNd, None] = {}
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.setdefault(module)) for module in modules]
-    try:
-        with measuring(model, device_of(model)), torch.no_grad():
-            unwrapped(model)(*(entry.clone() for entry in inputs))  # the model may write to its inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, measuring(model, device_of(model)), torch.no_grad():
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, _: called.setdefault(module)))
+        unwrapped(model)(*(entry.clone() for entry in inputs))  # the model may write to its inputs
     return list(called)
 
 

@@ -14,7 +14,8 @@ from loco_ext import compiler
 from loco_ext.analysis.curvature import Batches, Loss, batch_loss, check_data
 from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
-from loco_ext.regularizers.evaluation import device_of, measuring
+from loco_ext.fx.modules import device_of
+from loco_ext.regularizers.evaluation import measuring
 
 METHODS = ("linear", "string", "outputs")
 STIFFNESS = 0.02

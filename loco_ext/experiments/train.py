@@ -259,11 +259,8 @@ def _equal_running_statistics(
     if not settings.penalises_folded or processes.count == 1:
         yield
         return
-    hook = optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model))
-    try:
+    with optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model)):
         yield
-    finally:
-        hook.remove()
 
 
 @contextmanager

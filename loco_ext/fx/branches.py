@@ -1,7 +1,5 @@
 """Branches of a model's code on sizes: tracing takes those of an example, and the graph refuses inputs that differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeVar

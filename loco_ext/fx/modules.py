@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -29,6 +30,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
         return unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter, or the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def count_owners(model: nn.Module) -> Counter[int]:

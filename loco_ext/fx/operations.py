@@ -80,6 +80,19 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """Return an argument of the function or method that the node calls, given by place or by name."""
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def numbered_axes(axes: Any, rank: int) -> set[int] | None:
+    """Return the axes, among so many, that an argument lists or is; None if they are not numbers."""
+    axes = [axes] if isinstance(axes, int) else axes
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+        return None
+    return {axis % rank for axis in axes if rank}  # none of a tensor without axes
+
+
 def axes_in_order(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[int]:
     """Return the source's axis for each axis of a permutation's result; [] for any other node.
 

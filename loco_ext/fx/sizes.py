@@ -6,8 +6,6 @@ such as those of the inputs. Sizes that a layer requires (a convolution its chan
 in the whole graph, because the model accepts no other input. Operations without a rule have unknown sizes.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,8 +23,10 @@ from loco_ext.fx.operations import (
     ARITHMETIC,
     KEEPING_SHAPE,
     POOLS,
+    argument,
     axes_in_order,
     is_constant_slice,
+    numbered_axes,
     operation,
 )
 from loco_ext.ops.channels import features_beside
@@ -53,13 +53,13 @@ class Size:
         """Return whether nothing is subtracted, so that the size cannot be negative."""
         return all(coefficient > 0 for _, coefficient in self.terms)
 
-    def __add__(self, other: Size | int) -> Size:
+    def __add__(self, other: "Size | int") -> "Size":
         terms = Counter(dict(self.terms))
         for unknown, coefficient in _size(other).terms:
             terms[unknown] += coefficient
         return _of(terms)
 
-    def __mul__(self, factor: int) -> Size:
+    def __mul__(self, factor: int) -> "Size":
         return _of({unknown: coefficient * factor for unknown, coefficient in self.terms})
 
 
@@ -277,7 +277,7 @@ class Inference:
         if node.op == "call_module" and (self._module(node) is None or len(node.args) != 1 or node.kwargs):
             return None
         if name == "cat":
-            return self._joined(first, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
+            return self._joined(first, argument(node, 1, "dim", 0))
         if name in ARITHMETIC:
             return self._of_arithmetic(node.args)
         if not isinstance(first, fx.Node):
@@ -324,7 +324,7 @@ class Inference:
         if name not in ("chunk", "split") or source not in self.sizes or len(whole.args) < 2:
             return None
         count, sizes = whole.args[1], self.sizes[source]  # type: ignore[index]
-        dim = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
+        dim = argument(whole, 2, "dim", 0)
         if len(whole.all_input_nodes) > 1 or not isinstance(dim, int) or not isinstance(place, int):
             return None
         number = sizes[dim].number
@@ -353,10 +353,10 @@ class _Call:
         return self.node.args[1:]
 
     def option(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an attribute of the module, or an argument of the function."""
+        """Return an attribute of the module, or an argument of the function, counted from behind the tensor."""
         if self.module is not None:
             return getattr(self.module, name, default)
-        return self.args[place] if place < len(self.args) else self.node.kwargs.get(name, default)
+        return argument(self.node, place + 1, name, default)
 
 
 Rule = Callable[[_Call], Sizes | None]
@@ -458,11 +458,9 @@ def _interpolated(call: _Call) -> Sizes:
 
 
 def _reduced(call: _Call) -> Sizes | None:
-    axes, keep = call.option(0, "dim"), call.option(1, "keepdim", False)
-    axes = [axes] if isinstance(axes, int) else axes
-    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+    gone, keep = numbered_axes(call.option(0, "dim"), len(call.sizes)), call.option(1, "keepdim", False)
+    if gone is None:
         return None
-    gone = {axis % len(call.sizes) for axis in axes if call.sizes}
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
 
 
@@ -491,12 +489,8 @@ def _unsqueezed(call: _Call) -> Sizes | None:
 
 
 def _squeezed(call: _Call) -> Sizes | None:
-    axes = call.option(0, "dim")
-    axes = [axes] if isinstance(axes, int) else axes
-    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
-        return None
-    asked = {axis % len(call.sizes) for axis in axes if call.sizes}  # none of a tensor without axes
-    if any(call.sizes[axis].number is None for axis in asked):
+    asked = numbered_axes(call.option(0, "dim"), len(call.sizes))
+    if asked is None or any(call.sizes[axis].number is None for axis in asked):
         return None
     return tuple(size for axis, size in enumerate(call.sizes) if axis not in asked or size.number != 1)
 
@@ -576,14 +570,6 @@ def _of_layer_norm_with_constants(call: _Call) -> Sizes:
     return _with_size(call.sizes, -1, call.sizes[-1] + features_beside(variance))
 
 
-_LAYER_RULES: dict[str, Rule] = {
-    "linear": lambda call: _with_size(call.sizes, -1, _size(call.module.out_features)),
-    **{f"conv{axes}d": _convolved for axes in (1, 2, 3)},
-    **{f"convtranspose{axes}d": _convolved_transposed for axes in (1, 2, 3)},
-    **{"flatten": _flattened, "unflatten": _unflattened},
-    "upsample": _upsampled,
-    **{"pixelshuffle": _pixels_shuffled, "pixelunshuffle": _pixels_unshuffled},
-}
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "flatten": _flattened},
     **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
@@ -593,6 +579,13 @@ _RULES: dict[str, Rule] = {
     **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.option(0, "other"))},
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
+}
+_LAYER_RULES: dict[str, Rule] = {
+    **_RULES,
+    "linear": lambda call: _with_size(call.sizes, -1, _size(call.module.out_features)),
+    **{f"conv{axes}d": _convolved for axes in (1, 2, 3)},
+    **{f"convtranspose{axes}d": _convolved_transposed for axes in (1, 2, 3)},
+    "upsample": _upsampled,
 }
 
 

@@ -3,8 +3,6 @@
 Patterns are built on the host; they consist of index tensors, without values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -137,7 +135,7 @@ class BlockPattern:
         padding: Padding = 0,
         dilation: Ints = 1,
         padding_mode: str = "zeros",
-    ) -> BlockPattern:
+    ) -> "BlockPattern":
         """Return the pattern of the pairs that a convolution computes with; zero padding has no pairs.
 
         Args, Raises:
@@ -151,12 +149,12 @@ class BlockPattern:
         return cls.of_geometry(ConvGeometry(input_size, kernel_size, stride, padding, dilation, padding_mode))
 
     @classmethod
-    def of_geometry(cls, conv: ConvGeometry) -> BlockPattern:
+    def of_geometry(cls, conv: ConvGeometry) -> "BlockPattern":
         """Return the pattern of :meth:`from_conv` for arguments that have been checked."""
         return cls._of(pattern_indices.conv_pattern(*_three_axes(conv)), conv.n_in, conv)
 
     @classmethod
-    def full(cls, n_out: int, n_in: int, conv: ConvGeometry | None = None) -> BlockPattern:
+    def full(cls, n_out: int, n_in: int, conv: ConvGeometry | None = None) -> "BlockPattern":
         """Return the pattern of all pairs.
 
         Raises:
@@ -196,7 +194,7 @@ class BlockPattern:
         """
         return self._transposed
 
-    def to(self, device: torch.device | str | int) -> BlockPattern:
+    def to(self, device: torch.device | str | int) -> "BlockPattern":
         """Return the pattern with its index tensors on a device; each device gets one copy, which is cached.
 
         Example:
@@ -216,7 +214,7 @@ class BlockPattern:
             home._copies[target] = copy
         return home._copies.get(target, home)
 
-    def union(self, other: BlockPattern) -> tuple[BlockPattern, Tensor, Tensor]:
+    def union(self, other: "BlockPattern") -> "tuple[BlockPattern, Tensor, Tensor]":
         """Return the pattern of the blocks that either pattern has.
 
         Returns:
@@ -241,7 +239,7 @@ class BlockPattern:
         united = self._of(pattern_indices.unite(*self._arrays, *other._arrays), self.n_in, self.conv)
         return united, self._places_in(united), other._places_in(united)
 
-    def grow(self, radius: int) -> tuple[BlockPattern, Tensor]:
+    def grow(self, radius: int) -> "tuple[BlockPattern, Tensor]":
         """Return a less local pattern: each output pixel gains the neighbours of its input pixels.
 
         Neighbours are at most ``radius`` away on every axis. Around a convolution without dilation the result is the
@@ -278,7 +276,7 @@ class BlockPattern:
         pattern = self._of(grown, self.n_in, conv)
         return pattern, self._places_in(pattern)
 
-    def prune(self, keep: Tensor) -> tuple[BlockPattern, Tensor]:
+    def prune(self, keep: Tensor) -> "tuple[BlockPattern, Tensor]":
         """Return the pattern without some of its blocks.
 
         Args:
@@ -338,7 +336,7 @@ class BlockPattern:
     def __repr__(self) -> str:
         return f"BlockPattern(n_out={self.n_out}, n_in={self.n_in}, nnz={self.nnz})"
 
-    def __deepcopy__(self, memo: object) -> BlockPattern:
+    def __deepcopy__(self, memo: object) -> "BlockPattern":
         return self
 
     def __reduce__(self) -> tuple:
@@ -347,7 +345,7 @@ class BlockPattern:
 
     @classmethod
     @torch.inference_mode(False)
-    def _of(cls, indices: tuple[np.ndarray, np.ndarray], n_in: int, conv: ConvGeometry | None) -> BlockPattern:
+    def _of(cls, indices: tuple[np.ndarray, np.ndarray], n_in: int, conv: ConvGeometry | None) -> "BlockPattern":
         """Return a pattern of indices that need no check."""
         pattern = object.__new__(cls)
         crow, col = map(torch.from_numpy, indices)
@@ -355,12 +353,12 @@ class BlockPattern:
         return pattern
 
     @cached_property
-    def _home(self) -> BlockPattern:
+    def _home(self) -> "BlockPattern":
         """The pattern on the CPU of which this one is a copy, or itself."""
         return self
 
     @cached_property
-    def _copies(self) -> dict[torch.device, BlockPattern]:
+    def _copies(self) -> "dict[torch.device, BlockPattern]":
         return {}
 
     @cached_property
@@ -377,7 +375,7 @@ class BlockPattern:
         check_rows(crow, col, self.n_in)
         return crow.numpy(), col.numpy()
 
-    def _places_in(self, whole: BlockPattern) -> Tensor:
+    def _places_in(self, whole: "BlockPattern") -> Tensor:
         return torch.from_numpy(pattern_indices.locate(*self._arrays, *whole._arrays))
 
     def _need_conv(self, name: str) -> ConvGeometry:

@@ -86,11 +86,8 @@ class ConvGeometry:
         if max(math.prod(sizes), math.prod(output) * math.prod(kernel)) > LARGEST_COUNT:
             raise ValueError(f"input_size: expected pixels and pairs that int64 can count, got {sizes}")
 
-        for name, value in (
-            *(("input_size", sizes), ("kernel_size", kernel), ("stride", strides), ("padding", pads)),
-            *(("dilation", dilations), ("padding_mode", padding_mode), ("output_size", output)),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(input_size=sizes, output_size=output, kernel_size=kernel)
+        vars(self).update(stride=strides, padding=pads, dilation=dilations, padding_mode=padding_mode)
 
     @property
     def n_in(self) -> int:

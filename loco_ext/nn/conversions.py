@@ -1,7 +1,5 @@
 """Conversions of convolutions to locally connected layers, and of those to convolutions and dense layers."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -21,7 +19,7 @@ _PADDERS = {"zeros": "ZeroPad", "circular": "CircularPad", "reflect": "Reflectio
 
 
 @torch.no_grad()
-def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> Layer:
+def from_conv(layer_class: "type[Layer]", conv: nn.Module, input_size: Ints) -> "Layer":
     """Implement :meth:`LocallyConnected2d.from_conv`."""
     conv_class = getattr(nn, f"Conv{layer_class.axes}d")
     if not isinstance(conv, conv_class):
@@ -58,7 +56,7 @@ def _trains(module: nn.Module, name: str) -> bool:
 
 
 @torch.no_grad()
-def to_conv(layer: LocallyConnectedNd) -> nn.Module:
+def to_conv(layer: "LocallyConnectedNd") -> nn.Module:
     """Implement :meth:`LocallyConnected2d.to_conv`."""
     weight, bias, geometry = layer.weight, layer.bias, layer.pattern.conv
     assert geometry is not None
@@ -82,7 +80,7 @@ def to_conv(layer: LocallyConnectedNd) -> nn.Module:
 
 
 @torch.no_grad()
-def to_dense(layer: LocallyConnectedNd) -> nn.Linear:
+def to_dense(layer: "LocallyConnectedNd") -> nn.Linear:
     """Implement :meth:`LocallyConnected2d.to_dense`."""
     weight, bias, pattern = layer.weight, layer.bias, layer.pattern.to(layer.weight.device)
     _, groups, depth, width = weight.shape

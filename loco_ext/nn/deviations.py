@@ -31,6 +31,7 @@ class Deviation(NamedTuple):
     delta_sharing: float
 
 
+@torch.no_grad()
 def deviation(model: nn.Module) -> Deviation:
     """Return how far a model is from the nearest network of convolutions.
 
@@ -64,12 +65,12 @@ def deviation(model: nn.Module) -> Deviation:
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "pattern", None), BlockPattern)]
     weights = {weight: layer.pattern for layer in layers for weight in [layer.weight]}  # tied ones count once
     biases = {bias for layer in layers for bias in [layer.bias] if bias is not None}
-    squares = [_squares(*each) for each in weights.items()] + [(0.0, _unshared(each)) for each in biases]
+    squares = [_squares(*each) for each in weights.items()]
+    squares += [(0.0, _square(bias.double() - bias.mean(0, dtype=torch.float64))) for bias in biases]
     off_local, unshared = (math.fsum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
     return Deviation(*(math.sqrt(part / total) if total else 0.0 for part in (off_local, unshared)))
 
 
-@torch.no_grad()
 def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
     """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
     assert pattern.conv is not None
@@ -84,11 +85,5 @@ def _squares(weight: Tensor, pattern: BlockPattern) -> tuple[float, float]:
     return off_local, off_local + _square(distances)
 
 
-@torch.no_grad()
-def _unshared(bias: Tensor) -> float:
-    return _square(bias.double() - bias.mean(0, dtype=torch.float64))
-
-
 def _square(tensor: Tensor) -> float:
-    parts = parts_of(tensor.detach())
-    return math.fsum(torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in parts)
+    return math.fsum(torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in parts_of(tensor))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class _Run(TorchFunctionMode):
             for own, parameter in model.get_submodule(name).named_parameters()
         }
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._begin(name), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._begin, name), prepend=True, with_kwargs=True)
             module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
 
     def __call__(self, inputs: Sequence[Any]) -> None:
@@ -143,14 +144,11 @@ class _Run(TorchFunctionMode):
                 self._note_parameters((args, kwargs))
         return result
 
-    def _begin(self, name: str) -> Any:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in self.sizes:
-                x = args[0] if args else kwargs["input"]
-                self.sizes[name].add(tuple(x.shape[-len(module.kernel_size) :]))  # type: ignore[arg-type]
-            self._running.append((name, module))
-
-        return begin
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self.sizes:
+            x = args[0] if args else kwargs["input"]
+            self.sizes[name].add(tuple(x.shape[-len(module.kernel_size) :]))  # type: ignore[arg-type]
+        self._running.append((name, module))
 
     def _note_parameters(self, tree: Any) -> None:
         self.used += [self._parameters[id(leaf)] for leaf in tree_leaves(tree) if id(leaf) in self._parameters]

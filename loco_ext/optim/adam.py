@@ -1,7 +1,5 @@
 """Adam and AdamW with locality-promoting weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from loco_ext import compiler
 from loco_ext.ops.step_args import ADAM
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, own_options
+from loco_ext.optim.options import Group
 from loco_ext.penalties import Penalty
 
 
@@ -69,22 +67,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        self._construct(
-            params,
-            own,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        self._construct(locals())
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
@@ -131,18 +114,4 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        self._construct(
-            params,
-            own,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        self._construct(locals())

@@ -1,7 +1,5 @@
 """Optimizer steps inside backward, so that the full gradient of a locally connected layer's blocks never exists."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -125,7 +123,7 @@ class _BackwardStep:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # a copied or loaded layer has ordinary gradients
 
-    def of(self, weight: Tensor) -> _BackwardStep | None:
+    def of(self, weight: Tensor) -> "_BackwardStep | None":
         """Return self if this is the weight that it steps, None if another has taken its place."""
         return self if weight is self.weight else None
 

@@ -6,8 +6,6 @@ with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own func
 applied.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,6 +24,7 @@ from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import (
     OWN_DEFAULTS,
+    OWN_OPTIONS,
     Group,
     check_hyper,
     check_own,
@@ -79,10 +78,12 @@ class LocalityOptimizer(Optimizer):
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
-    def _construct(self, params: Any, own: Group, **options: Any) -> None:
-        """Check the options and construct as torch.optim's class does; ``own``: the options that it does not know."""
+    def _construct(self, arguments: dict[str, Any]) -> None:
+        """Check the constructor's arguments, given by name, and construct as torch.optim's class does."""
+        own = {name: arguments[name] for name in OWN_OPTIONS}
+        options = {name: value for name, value in arguments.items() if name not in ("self", "params", *own)}
         check_hyper(options)
-        super().__init__(with_options(params, own), **options)
+        super().__init__(with_options(arguments["params"], own), **options)
         self.defaults.update(own)
         self._refresh()
         self._warn_if_idle(self.param_groups)
@@ -357,11 +358,8 @@ class LocalityOptimizer(Optimizer):
     @compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
-        hook = self.register_state_dict_post_hook(_make_plain, prepend=True)  # the user's hooks get what is saved
-        try:
+        with self.register_state_dict_post_hook(_make_plain, prepend=True):  # the user's hooks get what is saved
             return super().state_dict()
-        finally:
-            hook.remove()
 
     @compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -380,15 +378,11 @@ class LocalityOptimizer(Optimizer):
             check_states(self.param_groups, given)
             loaded.update(given)
 
-        hooks = (
+        with (
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(lambda _: restore_states(self, loaded), prepend=True),
-        )
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = state.get("param_groups", [])  # none if states alone are replaced, as torch.optim accepts

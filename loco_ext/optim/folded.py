@@ -9,8 +9,6 @@ scale back at the minimum.
 Layers of one kind share torch's calls.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Splitting a model's parameters into groups by module type."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of a parameter group's ``locality`` to one decay map per parameter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real

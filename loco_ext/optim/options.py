@@ -1,7 +1,5 @@
 """The options of parameter groups: those that this package adds to torch.optim's, and checks of both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -17,25 +15,16 @@ from loco_ext.warning import warn_caller
 Group = dict[str, Any]
 
 
-def own_options(
-    locality: Any = None,
-    penalty: Any = None,
-    norm: str = "l2",
-    state_dtype: torch.dtype | None = None,
-    stochastic_rounding: int | None = None,
-) -> Group:
-    """Return the options that this package adds to a group."""
-    return {
-        "locality": locality,
-        "norm": norm,
-        "penalty": penalty,
-        "state_dtype": state_dtype,
-        "stochastic_rounding": stochastic_rounding,
-    }
-
-
+# The options that this package adds to a group.
+OWN_OPTIONS: Group = {
+    "locality": None,
+    "norm": "l2",
+    "penalty": None,
+    "state_dtype": None,
+    "stochastic_rounding": None,
+}
 # What groups have beside torch.optim's options; rounding_step, which counts steps of stochastic rounding, is no option.
-OWN_DEFAULTS = {**own_options(), "rounding_step": 0}
+OWN_DEFAULTS: Group = {**OWN_OPTIONS, "rounding_step": 0}
 
 
 def with_options(params: Any, own: Group) -> Any:

@@ -1,7 +1,5 @@
 """A parameter group's ``penalty``: its form in checkpoints, and what the step takes for each parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any

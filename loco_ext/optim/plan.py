@@ -1,7 +1,5 @@
 """Gathering the parameters of a step: plans of groups, selections by gradient and device, batches of operator calls."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

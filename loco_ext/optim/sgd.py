@@ -1,7 +1,5 @@
 """SGD with locality-promoting weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from loco_ext import compiler
 from loco_ext.ops import step_args
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, own_options
+from loco_ext.optim.options import Group
 from loco_ext.penalties import Penalty
 
 
@@ -78,20 +76,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
-        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
-        self._construct(
-            params,
-            own,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        self._construct(locals())
 
     _rule = step_args.SGD
 

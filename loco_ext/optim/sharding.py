@@ -3,8 +3,6 @@
 The update of a weight needs only its own gradient and states, so each rank steps its local tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """States of parameters: those of a step, new ones, and those that a state dict brings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -73,16 +71,12 @@ def restore_states(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
                 if not isinstance(value, Tensor):
                     continue
                 if name == "step":
-                    states[name] = _as_step(states[name])
+                    count = states[name]  # of any dtype; the operators take float32 and float64
+                    states[name] = count if count.dtype in (torch.float32, torch.float64) else count.float()
                 elif not is_lazy(param) and value.shape == param.shape:
                     dtype, now = state_dtype(param, group), states[name]
                     if now.dtype != dtype or now.stride() != param.stride():
                         states[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
-
-
-def _as_step(count: Tensor) -> Tensor:
-    """Return a step count of any dtype in a dtype that the operators take: float32 or float64."""
-    return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
 
 
 def check_states(groups: list[Group], loaded: Mapping[str, Any]) -> None:

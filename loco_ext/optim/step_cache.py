@@ -7,8 +7,6 @@ states lie in the same memory with the same sizes, strides and dtypes; SameTenso
 library reads and checks every gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of torch's own optimizer classes, with the decay that they lack: by a map, or L1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of a penalty to the optimizers and their checkpoints."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar

@@ -7,8 +7,6 @@ in all blocks of that pixel. Its rings are those of :func:`loco_ext.geometry.blo
 has added, the latest first, then the convolution's own.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -30,7 +28,7 @@ from loco_ext.penalties.penalty_checks import check_convolution
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 
 
-def filters_of(weight: Tensor, kind: str | None, first: str = "auto") -> Filters:
+def filters_of(weight: Tensor, kind: str | None, first: str = "auto") -> "Filters":
     """Return the filters of a convolution's weight or of a locally connected layer's blocks.
 
     Args:
@@ -46,7 +44,7 @@ def filters_of(weight: Tensor, kind: str | None, first: str = "auto") -> Filters
         return BlockFilters(weight.shape, pattern, kind, first)
 
 
-def conv_filters(weight: Tensor, kind: str | None, first: str) -> ConvFilters:
+def conv_filters(weight: Tensor, kind: str | None, first: str) -> "ConvFilters":
     """Return the filters of a convolution's weight, see :func:`filters_of`; weights of one shape share the object."""
     check_convolution("weight", weight)
     make = ConvFilters if torch.compiler.is_compiling() else _cached  # torch.compile warns about lru_cache

@@ -1,7 +1,5 @@
 """Penalties on the filters of a convolution after the batch norm behind it is folded into it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -143,7 +141,7 @@ class FoldedPenalty(Penalty):
         """Return None: the optimizers apply this penalty around the step, to the :meth:`layer`."""
         self.layer(weight)
 
-    def layer(self, weight: Tensor) -> FoldedLayer:
+    def layer(self, weight: Tensor) -> "FoldedLayer":
         """Return the penalty with the batch norm and the filters of this weight; raise unless they fit each other."""
         check_convolution("weight", weight)
         if len(weight) != self.batch_norm.num_features:
@@ -327,11 +325,8 @@ class FoldedLayers:
 
     def _padded(self, of_layers: Sequence[Tensor]) -> Tensor:
         """Return numbers ``(filters, groups)`` of each layer as one tensor, with zeros where it has fewer groups."""
-        most = max(each.shape[1] for each in of_layers)
-        table = torch.cat(
-            [pad(each, (0, most - each.shape[1])) if each.shape[1] < most else each for each in of_layers]
-        )
-        return pad(table, (0, self._groups - most)) if most < self._groups else table
+        missing = [self._groups - each.shape[1] for each in of_layers]
+        return torch.cat([pad(each, (0, n)) if n else each for each, n in zip(of_layers, missing, strict=True)])
 
     def _weights(self, device: torch.device, without_lengths: bool = False) -> Tensor:
         """Return ``w_n`` of each group, ``(filters, groups)``.

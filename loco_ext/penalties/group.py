@@ -5,8 +5,6 @@ eqs. 12-13 (filters) and 21-22 (rings); the variants of eqs. 25 and 29 (weightin
 largest weight instead of the Euclidean norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,8 +79,7 @@ class _GroupPenalty(Penalty):
             metric: positive tensor of weight's shape and device; None: ones.
         """
         size, filters = check_number("step", step), self.filters(weight)
-        if metric is not None:
-            check_metric(metric, weight)
+        check_metric(metric, weight)
         return self.shrink(weight, filters, size, metric)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:

@@ -1,7 +1,5 @@
 """Residual of the prox's optimality (KKT) conditions, in float64: the distance of a result from the optimum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -54,8 +52,7 @@ def kkt_residual(
     filters = conv_filters(weight, kind, first)
     rings, count = filters.rings, filters.count
     check_choice("norm", norm, NORMS)
-    if metric is not None:
-        check_metric(metric, weight)
+    check_metric(metric, weight)
     check_tensor("result", result)
     if result.shape != weight.shape:
         raise ValueError(f"result: expected weight's shape {tuple(weight.shape)}, got {tuple(result.shape)}")

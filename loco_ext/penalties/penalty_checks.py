@@ -1,7 +1,5 @@
 """Checks of the arguments of penalties and proxes; their errors name the argument, the expectation and the value."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -29,8 +27,10 @@ def check_convolution(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name}: expected at least one weight a filter, got shape {tuple(weight.shape)}")
 
 
-def check_metric(metric: Tensor, weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, where it can be read, positive."""
+def check_metric(metric: Tensor | None, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless a metric is like ``weight`` and, where it can be read, positive."""
+    if metric is None:
+        return
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
     check_like(metric, weight)

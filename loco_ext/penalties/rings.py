@@ -5,8 +5,6 @@ consists of the rings 0 to n: the groups are nested, and the last is the whole f
 output channel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -84,8 +82,7 @@ def ring_prox(
     """
     filters = conv_filters(weight, kind, first)
     check_choice("norm", norm, NORMS)
-    if metric is not None:
-        check_metric(metric, weight)
+    check_metric(metric, weight)
     t = thresholds_of("thresholds", thresholds, filters.count, len(weight))
     q = None if squared is None else thresholds_of("squared", squared, filters.count, len(weight))
     return ops.ring_prox(weight, filters.rings, t, q, metric, linf=norm == "linf")

@@ -1,7 +1,5 @@
 """The least strengths at which penalties leave nothing of a model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,6 +71,8 @@ def _check_power(penalty: GroupPenalty) -> None:
         raise ValueError(f"penalty: expected power=1, which can leave nothing, got power={penalty.power}")
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
     """Return, for each convolution, the least strength at which it stays zero once it is zero, all others being fixed.
 
@@ -103,12 +103,7 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
     """
     check_plain(model)
     _check_power(penalty)
-    with torch.inference_mode(False), torch.enable_grad():
-        return _max_strength(copy.deepcopy(model), loss, penalty)
-
-
-def _max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
-    """Return the strengths of a model whose weights may be changed."""
+    model = copy.deepcopy(model)
     layers = convolutions(model)
     if not layers:
         raise ValueError("model: expected at least one convolution, found none")

@@ -4,8 +4,6 @@ The functions take the arguments of the operators of the same names (see :mod:`l
 as many blocks at a time as there are pixels, so that their temporary memory is about as large as the activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

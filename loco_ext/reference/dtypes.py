@@ -1,7 +1,5 @@
 """The dtype that the reference implementations, and the kernels, compute in."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -6,8 +6,6 @@ Backward: with ``I' = sqrt(HW) n / ||n||``, ``n = ||A||`` over channels and ``d 
 ``dL/dn = sqrt(HW) / ||n|| * (d - I' * mean(d * I'))`` and ``dL/dA = dL/dn * A / n``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, pad

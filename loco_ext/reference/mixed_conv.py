@@ -1,7 +1,5 @@
 """Reference of the convolution with filters of different sizes: one convolution for each size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

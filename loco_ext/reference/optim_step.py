@@ -3,8 +3,6 @@
 Operations, order and fused multiply-adds match those of the kernels, so that in float32 both give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

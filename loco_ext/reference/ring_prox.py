@@ -5,8 +5,6 @@ The functions take the arguments of the operators ``ring_norms`` and ``ring_prox
 bracket around its root.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,7 +44,9 @@ def ring_prox(
         merged = t + torch.where(q == 0, 0.0, q * factor[:, None])
         if linf:
             return _prox_linf(u, index, merged, d)
-        return _prox_l2(u, index, merged) if d is None else _prox_l2_metric(u, index, merged, d)
+        if d is None:
+            return u * _prox_l2_factors(u, index, merged)[:, None, index]
+        return _prox_l2_metric(u, index, merged, d)
 
     def twice_the_penalty(x: Tensor) -> Tensor:
         of_filters = 2 * _penalty(x, index, q, linf)
@@ -97,6 +97,10 @@ def _norms_by_ring(u: Tensor, index: Tensor, count: int) -> Tensor:
     return u.new_zeros(len(u), count).index_add_(1, index, squares).sqrt()
 
 
+def _group_norms(u: Tensor, index: Tensor, count: int) -> Tensor:
+    return _norms_by_ring(u, index, count).square().cumsum(1).sqrt()
+
+
 def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
     """Return ``sum_n q_n ||x(G_n)||`` of each filter, ``[C_out]``."""
     if linf:
@@ -104,7 +108,7 @@ def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
         groups = torch.stack([torch.where(index <= n, largest, 0.0).amax(1) for n in range(q.shape[1])], 1)
     else:
         scale, scaled = _scaled(x)
-        groups = _norms_by_ring(scaled, index, q.shape[1]).square().cumsum(1).sqrt() / scale[:, None]
+        groups = _group_norms(scaled, index, q.shape[1]) / scale[:, None]
     return torch.where(q == 0, 0.0, q * groups).sum(1)
 
 
@@ -121,10 +125,6 @@ def _chain(norms: Tensor, t: Tensor) -> Tensor:
         b = torch.where(dead, 0.0, a - t_n)
         factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, torch.where(dead, 0.0, b / a)))
     return torch.stack(factors, 1).flip(1).cumprod(1).flip(1)
-
-
-def _prox_l2(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
-    return u * _prox_l2_factors(u, index, t)[:, None, index]
 
 
 def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
@@ -175,10 +175,6 @@ def _damping(d: Tensor, stays: Tensor, c: Tensor) -> Tensor:
 def _prox_l2_factors(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
     scale, scaled = _scaled(u)
     return _chain(_norms_by_ring(scaled, index, t.shape[1]), t * scale[:, None])
-
-
-def _group_norms(u: Tensor, index: Tensor, count: int) -> Tensor:
-    return _norms_by_ring(u, index, count).square().cumsum(1).sqrt()
 
 
 def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:

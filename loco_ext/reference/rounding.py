@@ -1,7 +1,5 @@
 """Stochastic rounding to bfloat16 with Philox4x32-10 (Salmon et al. 2011), in plain PyTorch integers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

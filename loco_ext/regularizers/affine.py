@@ -4,8 +4,6 @@ A tangent is the derivative of a value along a direction of the input: the same 
 A dependence says which values may depend on which pixels: the same with ones as weights, so that nothing cancels.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A bend is a function of the input whose sign says which side of a boundary the i
 ReLU, or how much the largest number of a pooling window exceeds another one. Between bends a network is affine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

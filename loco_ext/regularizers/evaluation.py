@@ -1,7 +1,5 @@
 """The state that a model is measured in, and what is checked of the model and its inputs before."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,11 +45,6 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
 def constant(x: Tensor) -> Tensor:
     """Return the tensor without its gradient, or a copy if it is one of inference mode that autograd cannot save."""
     return x.clone() if x.is_inference() else x.detach()
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter, or the CPU if it has none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def check_images(name: str, x: Any) -> None:

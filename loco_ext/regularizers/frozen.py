@@ -4,10 +4,7 @@ One pass through the graph computes the values. Later passes propagate tangents 
 is affine around each sample, so a tangent is exact, and nothing has to be differentiated unit by unit.
 """
 
-from __future__ import annotations
-
 import inspect
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from loco_ext.fx.branches import length
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
-from loco_ext.fx.operations import ARITHMETIC, operation
+from loco_ext.fx.operations import ARITHMETIC, argument, operation
 from loco_ext.fx.results import agree
 from loco_ext.fx.trace import UntraceableError, trace, tracing_compiled_parts
 from loco_ext.ops import transforms
@@ -250,9 +247,11 @@ class Frozen:
         self._constants: dict[fx.Node, Any] = {}
         self._depending = {network.input, *network.nodes}
         self._last_use = {source: node for node in network.before_bends for source in node.all_input_nodes}
-        values: dict[fx.Node, Any] = {network.input: x}
+        interpreter = fx.Interpreter(network.graph, garbage_collect_values=False)
+        values = interpreter.env
+        values[network.input] = x
         for node in network.nodes:
-            self._find_constants(node, values)
+            self._find_constants(node, interpreter)
             values[node] = self._value(node, values)
             self.shapes[node] = _map_parts(lambda value: value.shape[1:], values[node])
         bends = [bend.distances[:1].numel() for bend in self.bends.values()]
@@ -260,22 +259,15 @@ class Frozen:
             sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(bends) + 3 * max(bends, default=0)
         )
 
-    def _find_constants(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+    def _find_constants(self, node: fx.Node, interpreter: fx.Interpreter) -> None:
         """Compute what the node reads that does not depend on the numbers in the input."""
         for source in node.all_input_nodes:
             if source in self._depending or source in self._constants:
                 continue
-            self._find_constants(source, values)
-            args, kwargs = fx.map_arg(
-                (source.args, source.kwargs), lambda each: (values if each in values else self._constants)[each]
-            )
-            if source.op == "get_attr":
-                self._constants[source] = operator.attrgetter(str(source.target))(self.network.graph)
-            elif source.op == "placeholder":
+            if source.op == "placeholder":
                 raise NotPiecewiseLinearError(f"model: expected one that takes one input, got one that reads {source}")
-            else:
-                call = AffineCall(source, self.network.modules, args, dict(kwargs), (), Pass.VALUE)
-                self._constants[source] = call.run(*args)
+            self._find_constants(source, interpreter)
+            self._constants[source] = interpreter.env[source] = interpreter.run_node(source)
 
     def _call(self, node: fx.Node, kind: Pass, value: Callable[[fx.Node], Any]) -> AffineCall:
         def find(source: fx.Node) -> Any:
@@ -300,7 +292,7 @@ class Frozen:
         """Return the weight of a linear layer."""
         if node.op == "call_module":
             return self.network.modules[str(node.target)].weight  # type: ignore[return-value]
-        return self._constants[node.args[1] if len(node.args) > 1 else node.kwargs["weight"]]  # type: ignore[index]
+        return self._constants[argument(node, 1, "weight")]
 
     def tangents(self, starts: Mapping[fx.Node, Tensor], read: Read) -> None:
         """Propagate tangents from the results of some nodes, and read those of all bends behind them.

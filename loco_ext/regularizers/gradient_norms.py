@@ -11,8 +11,6 @@ Each pass propagates tangents of many directions of the input, and a unit's tang
 - *Rademacher probes*, random: with signs ``v``, ``(J v)^2`` has the squared norms as its expectation.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Arithmetic for certificates: IEEE float32 or float64, whatever the caller has allowed elsewhere."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gradients of a network's outputs in its input images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

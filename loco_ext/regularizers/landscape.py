@@ -1,7 +1,5 @@
 """Importance landscapes of networks, their total variation, and the smoothness of data that they are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Locally linear regions of piecewise linear networks: the distance to their boundary, and how many there are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Numbers of paths from a network's outputs to its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -10,12 +8,12 @@ from torch.func import functional_call
 
 from loco_ext import compiler
 from loco_ext.argument_checks import check_ints, check_module
-from loco_ext.fx.modules import is_hooked, unwrapped
+from loco_ext.fx.modules import device_of, is_hooked, unwrapped
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace, tracing_compiled_parts
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.regularizers.affine import AffineCall, Pass
-from loco_ext.regularizers.evaluation import device_of, measuring
+from loco_ext.regularizers.evaluation import measuring
 
 # Layers whose weights paths cross, and layers that paths pass unchanged.
 _WEIGHTED = (

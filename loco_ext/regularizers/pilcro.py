@@ -6,8 +6,6 @@ gradient is that of ``<g, u> + <w, c>``. A landscape needs the gradients of all 
 but the last are computed a second time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses that widen the linear regions around training samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

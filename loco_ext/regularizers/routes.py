@@ -5,8 +5,6 @@ returns the input gradients with a function that takes u to the gradient in each
 function can be called once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

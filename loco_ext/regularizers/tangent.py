@@ -13,8 +13,6 @@ torch's own derivatives. If one of them depends on the forward pass, as smooth a
 through the replaced layers too, which then have to keep their inputs. So the gradient is exact for every network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

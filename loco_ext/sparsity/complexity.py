@@ -1,9 +1,8 @@
 """A penalty on the MACs of a network, in which the layers' costs depend on each other (the draft's eq. 34)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ _LARGEST = torch.finfo(torch.float64).max
 
 def complexity_penalties(
     model: nn.Module, example_inputs: Tensor | Sequence[Any], strength: float, **settings: Any
-) -> dict[str, ComplexityPenalty]:
+) -> "dict[str, ComplexityPenalty]":
     """Return a penalty for each Conv module; together they reduce a relaxation of the number of MACs, eq. 34.
 
     With ``s'_ij`` as in eq. 21 and ``d'_i`` as in eq. 12, the whole regularizer is
@@ -104,13 +103,10 @@ def _called_convolutions(model: nn.Module, inputs: Sequence[Any]) -> dict[str, n
     """Return the convolutions that the model calls, by name."""
     names = {module: name for name, module in model.named_modules() if is_convolution(module)}
     called: dict[str, nn.Module] = {}
-    hooks = [module.register_forward_pre_hook(lambda m, _: called.update({names[m]: m})) for module in names]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.compiler.set_stance("force_eager"):
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(lambda m, _: called.update({names[m]: m})))
+        model(*inputs)
     return called
 
 
@@ -156,7 +152,7 @@ class ComplexityPenalty(FormerNames, Penalty):
     """
 
     rings: RingPenalty
-    network: CountedNetwork
+    network: "CountedNetwork"
     layer: str
     _stored = "rings"
 
@@ -181,8 +177,7 @@ class ComplexityPenalty(FormerNames, Penalty):
         """Return the exact prox of the weight, as :meth:`loco_ext.sparsity.RingPenalty.prox` does."""
         size = check_number("step", step)
         a, b = self._strengths(weight)
-        if metric is not None:
-            check_metric(metric, weight)
+        check_metric(metric, weight)
         return self._shrink(weight, size, metric, a, b)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:

@@ -66,7 +66,9 @@ def describe(model: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 record["same_as"] = first
             tensors.append(record)
     classes = {found: name for name, found in result_classes(model).items()}
-    graph = [_node_record(node, classes) for node in _plain_graph(model).nodes]
+    if type(model.graph._codegen) is not fx.graph.CodeGen:
+        raise ModelFileError("model: its graph has a code generator of its own, as those of torch.export have")
+    graph = [_node_record(node, classes) for node in model.graph.nodes]
     return {"training": model.training, "graph": graph, "modules": modules, "tensors": tensors}, values
 
 
@@ -190,12 +192,6 @@ def _tensor_record(name: str, tensor: Tensor) -> dict[str, Any]:
     if is_channels_last(tensor):
         record["memory_format"] = encode(FORMATS[tensor.ndim])
     return record
-
-
-def _plain_graph(model: fx.GraphModule) -> fx.Graph:
-    if type(model.graph._codegen) is not fx.graph.CodeGen:
-        raise ModelFileError("model: its graph has a code generator of its own, as those of torch.export have")
-    return model.graph
 
 
 def _node_record(node: fx.Node, classes: Mapping[Any, str]) -> dict[str, Any]:

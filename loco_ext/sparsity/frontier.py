@@ -1,7 +1,5 @@
 """The path of penalty strengths: quality and cost of a network for increasingly strong penalties."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -254,7 +252,7 @@ def _check(
 
 
 def _search(
-    model: nn.Module, fit: Fit, penalty: GroupPenalty, loss: Callable[[nn.Module], Tensor] | None, store: _Store
+    model: nn.Module, fit: Fit, penalty: GroupPenalty, loss: Callable[[nn.Module], Tensor] | None, store: "_Store"
 ) -> list[tuple[float, bool]]:
     """Return all strengths tried, factors of 2 apart, and whether each left nothing; the last two differ in that."""
     assert loss is not None
@@ -291,7 +289,7 @@ class _Measure:
     example_inputs: Any
     folded: bool
     latency: bool
-    store: _Store
+    store: "_Store"
 
     def __call__(
         self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0

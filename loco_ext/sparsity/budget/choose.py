@@ -9,8 +9,6 @@ rises slowly from 0, since a layer that decides at a high price while all others
 its share.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from loco_ext.sparsity.budget.exchange import exchanged

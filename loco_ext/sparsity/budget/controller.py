@@ -1,7 +1,5 @@
 """A controller that makes a network smaller while it trains, until it meets a budget."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The loss that makes a smaller network learn the outputs of the network that it was made of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ less than a channel costs. An integer program finds, for few options of each blo
 A variable for each option is 1 if it is chosen, and one for each pair of options of two blocks if both are.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

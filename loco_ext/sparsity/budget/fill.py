@@ -1,7 +1,5 @@
 """Filling of a budget: rings that fit into the rest of it, the most importance for its cost first."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes, State

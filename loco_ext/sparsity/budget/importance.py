@@ -1,7 +1,5 @@
 """Importance of filters and of their rings: what a network loses without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
@@ -106,12 +104,11 @@ class Taylor:
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
-        frozen = [layer.name for layer in self._layers if not layer.module.weight.requires_grad]
-        before = self._tables() if frozen else {}
+        before = self._tables()
         self._sums = torch.where(finite, self._sums * decay + squares, self._sums)
-        after = self._tables() if frozen else {}
-        for name in frozen:
-            after[name].copy_(before[name])
+        for layer in self._layers:
+            if not layer.module.weight.requires_grad:
+                self._tables()[layer.name].copy_(before[layer.name])
 
     def known(self) -> bool:
         """Return whether any changes have been added."""

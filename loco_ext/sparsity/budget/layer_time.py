@@ -1,7 +1,5 @@
 """Times of a layer at smaller numbers of channels, measured on this machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

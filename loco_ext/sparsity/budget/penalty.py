@@ -1,7 +1,5 @@
 """A penalty on all filters of a model by what they cost, whose strength a controller adjusts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

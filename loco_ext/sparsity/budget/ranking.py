@@ -1,7 +1,5 @@
 """The order in which the classes of a block of layers go, and the sizes of their filters, for a price of cost."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A smaller network of a given cost, made of a trained one."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ measured to take. A channel costs its taps in all layers that read it, and chann
 are one class: all filters that write it stay or go with it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The parts of a model that can be removed: the layers with filters, the channels that they share, and their costs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -65,10 +63,6 @@ class PrunableLayer:
     reads: Integers | None
     kept: bool
     inputs: list[Mapping[str, Any]]
-
-    def called_again(self, kind: Mapping[str, Any], pixels: float) -> PrunableLayer:
-        """Return the layer with a further call, on an input of this kind."""
-        return replace(self, pixels=self.pixels + pixels, inputs=[*self.inputs, kind])
 
     @property
     def weight(self) -> Tensor:
@@ -153,7 +147,7 @@ class Structure:
                 found[reads[worth[reads].argmax()]] = True
         return found
 
-    def masks(self, sizes: Sizes) -> Masks:
+    def masks(self, sizes: Sizes) -> "Masks":
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the norms behind."""
         found, stays = Masks(), self.fixed.copy()
         for layer, chosen in zip(self.layers, sizes, strict=True):
@@ -288,7 +282,8 @@ def structure_of(
         elif is_norm:
             norms += [] if any(norm is mine for norm, _ in norms) else [(mine, classes)]
         elif (place := next((k for k, layer in enumerate(layers) if layer.module is mine), None)) is not None:
-            layers[place] = layers[place].called_again(_kind(channels, node), float(pixels_of(node, module, samples)))
+            first, pixels = layers[place], float(pixels_of(node, module, samples))
+            layers[place] = replace(first, pixels=first.pixels + pixels, inputs=[*first.inputs, _kind(channels, node)])
         else:
             kept = COMPUTED in node.meta or any(f"{node.target}.".startswith(f"{name}.") for name in skip)
             fixed[classes] |= kept

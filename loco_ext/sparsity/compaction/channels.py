@@ -5,8 +5,6 @@ sides of a depthwise convolution. A class is needed if a reader of one of its ch
 that the reader can fold into its own bias.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.errors import first_line
 from loco_ext.fx.branches import BranchError, same_as_on_example
-from loco_ext.fx.modules import unwrapped
+from loco_ext.fx.modules import device_of, unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.optim.sharding import is_sharded
@@ -272,7 +272,7 @@ def _select(
 
 def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
     _log.info("timing %d versions of the network, %g seconds", len(networks), budget)
-    return costs.latencies([partial(network, *inputs) for network in networks], _device(networks[0]), budget)
+    return costs.latencies([partial(network, *inputs) for network in networks], device_of(networks[0]), budget)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -284,10 +284,6 @@ def computed_tensors(model: nn.Module) -> dict[int, Any]:
     """Return copies of the computed tensors that modules hold, without their history, as a memo for a deep copy."""
     attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
     return {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:

@@ -5,8 +5,6 @@ share. Layers that are linear in their input read these features instead of the 
 :func:`layer_norm_with_constants`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

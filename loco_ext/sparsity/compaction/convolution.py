@@ -136,21 +136,29 @@ def emit(
     name: str,
     convolution: Convolution,
     buckets: Sequence[Bucket],
-    order: fx.Node | None = None,
+    order: fx.Node | None,
 ) -> fx.Node:
     """Add nodes that compute the buckets, concatenated along the channels, from ``source``, and return the result.
 
     Modules are added to ``owner`` under ``name``, with a number appended if there are several buckets.
 
     Args:
-        order: indices that reorder the channels, as :func:`inverse_order` returns them.
+        order: indices that reorder the channels, as :func:`inverse_order` returns them; None if they stay in order.
     """
     several = len(buckets) > 1
     targets = [unused_name(owner, f"{name}_{number}") if several else name for number in range(len(buckets))]
-    if any(bucket.mixed for bucket in buckets):
-        return _emit_mixed(owner, graph, source, targets, convolution, buckets, order)
-    result = _emit_each(owner, graph, source, targets, convolution, buckets)
-    return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
+    if not any(bucket.mixed for bucket in buckets):
+        result = _emit_each(owner, graph, source, targets, convolution, buckets)
+        return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
+    around = [pads_of(bucket.box, convolution) for bucket in buckets]
+    for target, bucket, pads in zip(targets, buckets, around, strict=True):
+        of_layer = pads if is_even(pads) else ((0, 0), (0, 0))
+        owner.set_submodule(target, _module(convolution, bucket, of_layer, convolution.module.stride))
+    weights = [graph.get_attr(f"{target}.weight") for target in targets]
+    biases = [] if convolution.bias is None else [graph.get_attr(f"{target}.bias") for target in targets]
+    numbers = [tuple(p for axis in pads for p in axis) for pads in around]
+    options: Any = {"stride": convolution.module.stride, "dilation": convolution.module.dilation}
+    return graph.call_function(mixed_conv2d, (source, weights, biases, numbers, order), options)
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
@@ -209,26 +217,6 @@ def inverse_order(buckets: Sequence[Bucket], device: torch.device) -> Tensor | N
     """Return the indices that restore the order of the buckets' filters; None if they are in order."""
     back = torch.tensor(channel_order(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
-
-
-def _emit_mixed(
-    owner: nn.Module,
-    graph: fx.Graph,
-    source: fx.Node,
-    targets: Sequence[str],
-    layer: Convolution,
-    buckets: Sequence[Bucket],
-    order: fx.Node | None,
-) -> fx.Node:
-    around = [pads_of(bucket.box, layer) for bucket in buckets]
-    for target, bucket, pads in zip(targets, buckets, around, strict=True):
-        of_layer = pads if is_even(pads) else ((0, 0), (0, 0))
-        owner.set_submodule(target, _module(layer, bucket, of_layer, layer.module.stride))
-    weights = [graph.get_attr(f"{target}.weight") for target in targets]
-    biases = [] if layer.bias is None else [graph.get_attr(f"{target}.bias") for target in targets]
-    numbers = [tuple(p for axis in pads for p in axis) for pads in around]
-    options: Any = {"stride": layer.module.stride, "dilation": layer.module.dilation}
-    return graph.call_function(mixed_conv2d, (source, weights, biases, numbers, order), options)
 
 
 def _module(convolution: Convolution, bucket: Bucket, pads: Pads, stride: tuple[int, ...]) -> nn.Module:

@@ -85,8 +85,7 @@ def seconds_of_layer(layer: Any, kind: Mapping[str, Any]) -> float:
     """
     shape = list(kind["shape"])
     shape[-1 if isinstance(layer, nn.Linear) else 1] = filter_weights(layer).shape[1]
-    x = torch.randn(shape, dtype=kind["dtype"], device=kind["device"])
-    x = x.to(memory_format=FORMATS[x.dim()]) if kind["channels_last"] else x
+    x = _random(shape, kind)
     ((*seconds,),) = _samples([partial(layer, x)], x.device, _SECONDS_PER_WAY)
     return min(seconds)
 
@@ -106,7 +105,7 @@ def _times(
     names = [_name(convolution, way, kind, free) for way in ways]
     fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
     if fresh:
-        x = _example(kind, convolution)
+        x = _random(_shape(kind, convolution), kind)
         calls = [partial(standalone(convolution, way, free), x) for way in fresh.values()]
         _log.info("timing %d ways to compute %s", len(calls), _description(convolution, x))
         times = [min(values) for values in _samples(calls, x.device, _SECONDS_PER_WAY * len(calls))]
@@ -154,14 +153,13 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
 
 
 def _shape(kind: Mapping[str, Any], convolution: Convolution) -> tuple[int, ...]:
-    """Return the shape of the convolution's input, with or without a batch."""
+    """Return the shape of the convolution's input with the channels that are left, with or without a batch."""
     *batch, _ = kind["shape"][: -convolution.axes]
     return (*batch, convolution.channels, *kind["shape"][-convolution.axes :])
 
 
-def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:
-    """Return random numbers in place of the convolution's input, with the channels that are left."""
-    shape = _shape(kind, convolution)
+def _random(shape: Sequence[int], kind: Mapping[str, Any]) -> Tensor:
+    """Return random numbers in place of a layer's input, with the channels that are left."""
     generator = torch.Generator(kind["device"]).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=kind["dtype"], device=kind["device"])
     return x.to(memory_format=FORMATS[x.dim()]) if kind["channels_last"] else x

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -41,18 +42,13 @@ def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str,
     """Return the convolutions that may be replaced, by name, with the kinds of their inputs and outputs."""
     owned = count_owners(model)
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if name and type(module) in CONVOLUTIONS and not is_hooked(module) and owned[id(module.weight)] == 1:
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            if name and type(module) in CONVOLUTIONS and not is_hooked(module) and owned[id(module.weight)] == 1:
 
-            def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
-                calls[name] = kind_of(x[0]), kind_of(y)
+                def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
+                    calls[name] = kind_of(x[0]), kind_of(y)
 
-            handles.append(module.register_forward_hook(record))
-    try:
-        with torch.no_grad():
-            model(*copies(inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
+                hooks.enter_context(module.register_forward_hook(record))
+        model(*copies(inputs))
     return calls

@@ -18,7 +18,7 @@ from loco_ext.fx.operations import places
 from loco_ext.fx.sizes import Inference, Size
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
-from loco_ext.sparsity.compaction.layers import as_layers
+from loco_ext.sparsity.compaction.layers import as_layers, stored_tensor
 from loco_ext.sparsity.compaction.views import spell_out_views
 
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
@@ -116,8 +116,7 @@ def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
         first: Any = node.args[0] if node.args else None
         whole = node.args[1:] == (("shape",) if node.target is getattr else ()) and node.target in (getattr, "size")
         if whole and first.op == "get_attr":
-            owner, _, name = str(first.target).rpartition(".")
-            shape = getattr(graph.get_submodule(owner), name).shape
+            shape = stored_tensor(graph, first).shape
             read = [user.args[1] for user in node.users if user.target is operator.getitem]
             if len(read) == len(node.users) and all(min(places(index, len(shape)), default=0) > 1 for index in read):
                 sizes[node] = shape

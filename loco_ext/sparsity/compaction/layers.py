@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext.fx.modules import count_owners, unused_name
+from loco_ext.fx.operations import argument
 
 COMPUTED = "computed"  # key in the meta of a convolution whose weight the model's code computes
 
@@ -76,7 +77,7 @@ def _store_computed_weights(graph: fx.GraphModule) -> None:
             parts[node] = {**{part: None for x in read for part in parts[x]}, node: None}
             interpreter.env[node] = interpreter.run_node(node)
         elif node.target in _CONVOLUTIONS:
-            weight: Any = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+            weight = argument(node, 1, "weight")
             if weight in parts and weight.op != "get_attr":
                 _store_weight(graph, node, weight, interpreter.env[weight], parts[weight])
 

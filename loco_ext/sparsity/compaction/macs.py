@@ -1,7 +1,7 @@
 """The MACs of a whole model, whatever computes them: torch counts its operators, and this module this package's."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -36,13 +36,11 @@ def macs_of(model: nn.Module, inputs: Sequence[Any]) -> Fraction:
             samples = 1  # the example is an image, or a vector, without a batch
 
     layers = (module for module in model.modules() if type(module) in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear))
-    handles = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(look))
         with _in_counted_operators(model), FlopCounterMode(display=False, custom_mapping=own) as counter:
             model(*copies(inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
     return Fraction(counter.get_total_flops(), 2 * samples)
 
 

@@ -21,17 +21,11 @@ _FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels, 
 
 
 def finish(network: fx.GraphModule) -> None:
-    """Make sums and ReLUs overwrite memory where nothing else reads it, and no operation elsewhere."""
-    make_out_of_place(network)
-    _overwrite(network)
-    network.recompile()
-
-
-def _overwrite(network: fx.GraphModule) -> None:
-    """Make sums and ReLUs overwrite the results of layers and sums that have no other reader.
+    """Make sums and ReLUs overwrite the results of layers and sums that have no other reader, and nothing else.
 
     Most of their time goes into fresh memory, which is not in the processor's caches and may not even be mapped yet.
     """
+    make_out_of_place(network)
     modules = dict(network.named_modules())
     calls: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in network.graph.nodes:
@@ -50,6 +44,7 @@ def _overwrite(network: fx.GraphModule) -> None:
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
     for module, nodes in calls.items():
         module.inplace = module.inplace or all(_is_free(node.args[0], modules) for node in nodes)
+    network.recompile()
 
 
 def _is_free(source: Any, modules: dict[str, nn.Module]) -> bool:

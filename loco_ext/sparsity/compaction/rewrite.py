@@ -88,9 +88,9 @@ class Rewriter:
             Role.CAT: self._cat,
             Role.TAKE: self._take,
             Role.MOVE: self._per_channel,
-            Role.FLATTEN: self._flatten,
+            Role.FLATTEN: self._split,
             Role.SHUFFLE: self._shuffle,
-            Role.UNSHUFFLE: self._unshuffle,
+            Role.UNSHUFFLE: self._split,
         }[role]
         self._new[node] = add(node, sources)
 
@@ -251,17 +251,13 @@ class Rewriter:
     def _axis(self, node: fx.Node) -> int:
         return self._channels.info.axis(node)
 
-    def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
-        self._kept[node] = [c * pixels + p for c in self._kept[sources[0]] for p in range(pixels)]
-        return self._graph.call_function(torch.flatten, (self._new[sources[0]], 1))
-
     def _shuffle(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         parts = sources[0].meta["shape"][1] // node.meta["shape"][1]
         self._kept[node] = [c // parts for c in self._kept[sources[0]][::parts]]
         return self._graph.node_copy(node, self._new.__getitem__)
 
-    def _unshuffle(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+    def _split(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Copy the node, which makes several channels from the pixels of each."""
         parts = node.meta["shape"][1] // sources[0].meta["shape"][1]
         self._kept[node] = [c * parts + p for c in self._kept[sources[0]] for p in range(parts)]
         return self._graph.node_copy(node, self._new.__getitem__)

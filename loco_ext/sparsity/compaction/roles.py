@@ -20,7 +20,9 @@ from loco_ext.fx.operations import (
     CASTS,
     POINTWISE,
     POOLS,
+    argument,
     axes_in_order,
+    numbered_axes,
     only_user,
     operation,
     places,
@@ -314,10 +316,10 @@ class GraphInfo:
         if order := axes_in_order(node, self.modules):
             return order.index(axis)
         name = operation(node, self.modules)
-        if name in _REDUCTIONS and (reduced := _given_axes(node, rank(source))) and axis not in reduced:
-            return axis if added == 0 else axis - sum(other < axis for other in reduced)
-        squeezed = name == "squeeze" and axis in (_given_axes(node, rank(source)) or ())  # if one channel is left
-        if name not in _VIEWS or squeezed:
+        given = numbered_axes(argument(node, 1, "dim"), rank(source)) or set()
+        if name in _REDUCTIONS and given and axis not in given:
+            return axis if added == 0 else axis - sum(other < axis for other in given)
+        if name not in _VIEWS or (name == "squeeze" and axis in given):  # which would go if one channel is left
             return None
         before, behind = unchanged_axes(self.sizes.of(source), self.sizes.of(node))
         return axis if axis < before else axis + added if axis >= rank(source) - behind else None
@@ -366,7 +368,7 @@ class GraphInfo:
         if node.target is operator.getitem:
             return _sliced(channels, node.args[1]) if self.axis(source) == 1 else None
         if node.target is take_channels and isinstance(node.args[1], fx.Node):
-            axis: Any = node.args[2] if len(node.args) > 2 else 1
+            axis = argument(node, 2, "axis", 1)
             index = self.buffer(node.args[1]) if axis % rank(node) == self.axis(source) else None
             return None if index is None else channels[index.cpu().numpy()]
         if operation(node, self.modules) != "channelshuffle" or self.axis(source) != 1:
@@ -397,7 +399,7 @@ class GraphInfo:
         if operation(node, self.modules) not in ("chunk", "split") or node.all_input_nodes != [source]:
             return False
         dims = len(source.meta.get("shape", ()))
-        axis = node.args[2] if len(node.args) == 3 else node.kwargs.get("dim", 0)
+        axis = argument(node, 2, "dim", 0)
         plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"}
         along_1 = dims > 1 and self.axis(source) == 1
         return plain and along_1 and self.channels(source) is not None and axis in (1, 1 - dims)
@@ -429,7 +431,7 @@ def _may_be_called_again(module: Any) -> bool:
 
 def _is_cat_of_channels(node: fx.Node) -> bool:
     """Return whether the node concatenates tensors along axis 1."""
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = argument(node, 1, "dim", 0)
     dims, parts = rank(node), node.args[0] if node.args else None
     if dim not in (1, 1 - dims) or not isinstance(parts, list | tuple):
         return False
@@ -467,17 +469,7 @@ def is_padding(node: fx.Node) -> bool:
 
 def is_interpolation(node: fx.Node, name: str) -> bool:
     """Return whether the node is a call of torch.nn.functional.interpolate that keeps constant channels."""
-    mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
-    return name == "interpolate" and mode in _WITHOUT_OVERSHOOT
-
-
-def _given_axes(node: fx.Node, dims: int) -> set[int] | None:
-    """Return the axes that the node is given for a mean, maximum, minimum or squeeze; None if they are not numbers."""
-    axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    axes = [axes] if isinstance(axes, int) else axes
-    if not isinstance(axes, list | tuple) or not axes or not all(isinstance(axis, int) for axis in axes):
-        return None
-    return {axis % dims for axis in axes}
+    return name == "interpolate" and argument(node, 3, "mode", "nearest") in _WITHOUT_OVERSHOOT
 
 
 def has_running_statistics(norm: Any) -> bool:

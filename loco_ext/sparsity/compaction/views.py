@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.operations import ARITHMETIC, axes_in_order, operation
+from loco_ext.fx.operations import ARITHMETIC, argument, axes_in_order, operation
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
 
 _SPLITTING = ("view", "unflatten")
@@ -134,8 +134,7 @@ def _add_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Mod
         return
     if operation(stacked, modules) != "stack" or not stacked.args:
         return
-    axis: Any = stacked.args[1] if len(stacked.args) > 1 else stacked.kwargs.get("dim", 0)
-    summed: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    axis, summed = argument(stacked, 1, "dim", 0), argument(node, 1, "dim")
     summed = summed[0] if isinstance(summed, list | tuple) and len(summed) == 1 else summed
     shape, parts = stacked.meta["shape"], stacked.args[0]
     plain = isinstance(axis, int) and isinstance(summed, int) and len(node.args) < 3 and set(node.kwargs) <= {"dim"}
