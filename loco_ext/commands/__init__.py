@@ -34,7 +34,7 @@ COMMANDS = {
     "reproduce": "Compute the papers' tables, beside the published values.",
     "analyze": "Measure how local a network is, and suggest its decay.",
     "compact": "Remove a network's zeros; its outputs stay the same.",
-    "shrink": "Make a trained network as small as you say, and train it further.",
+    "shrink": "Make a trained network as small as you say; train it further.",
     "report": "Make one HTML page out of any runs.",
     "info": "Show versions, libraries and the backend of every operation.",
 }

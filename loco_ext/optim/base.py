@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class LocalityOptimizer(Optimizer):
         self._warn_if_idle(self.param_groups)
 
     def _refresh(self) -> None:
+        self._saving = RLock()  # one thread at a time adds its hook to those of a state dict
         self._plans = []
         self._cache = None
         self._collected = []
@@ -97,7 +99,6 @@ class LocalityOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
         super().add_param_group(param_group)
-        self.param_groups[-1].setdefault("rounding_step", 0)
         try:
             check_hyper(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
@@ -144,7 +145,8 @@ class LocalityOptimizer(Optimizer):
         """Ignore the assignment that torch.optim's classes make for ``fused=True``; ours follows the groups."""
 
     def _check_group(self, group: Group) -> StepPlan:
-        """Check the options that this package adds, and return the group's plan."""
+        """Check the options that this package adds, and return the group's plan; the group may be a new one."""
+        group.setdefault("rounding_step", 0)
         group["locality"] = as_tuples(group["locality"])
         check_own(group)
         group["penalty"] = from_plain(group["penalty"])
@@ -358,7 +360,8 @@ class LocalityOptimizer(Optimizer):
     @compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
-        with self.register_state_dict_post_hook(_make_plain, prepend=True):  # the user's hooks get what is saved
+        # The user's hooks get what is saved.
+        with self._saving, self.register_state_dict_post_hook(_make_plain, prepend=True):
             return super().state_dict()
 
     @compiler.disable

@@ -30,6 +30,13 @@ def test_the_version_is_printed_without_importing_torch():
     assert (done.stdout, done.stderr) == ("loco-ext 0.1.0\n", "")
 
 
+def test_no_summary_of_a_command_is_cut(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert [summary for summary in commands.COMMANDS.values() if summary not in said] == []
+
+
 def test_a_process_without_an_output_ends_well(monkeypatch):
     monkeypatch.setattr(commands, "run", lambda argv: 0)
     monkeypatch.setattr(sys, "stdout", None)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction.macs import macs_of
+from loco_ext.sparsity.compaction.views import spell_out_views
 from tests.compaction.cases import Network, Residual, compacted, same, strike
 from tests.compaction.computed_weights import WAYS
 from tests.covering import covering
@@ -585,6 +586,14 @@ def test_channels_of_zeros_do_not_outlast_what_keeps_zeros(name: str, tmp_path: 
     sparsity.save(network, tmp_path)
     same(sparsity.load(tmp_path), model, *IMAGES)
     compacted(model.train(), *IMAGES, fold_norms=False)
+
+
+def test_a_cast_to_the_type_of_any_gpu_is_no_move_to_one_of_them() -> None:
+    graph = fx.symbolic_trace(Network(lambda _, x: x.type("torch.cuda.HalfTensor")))
+    for node in graph.graph.nodes:
+        node.meta = {"shape": (2, 3), "dtype": torch.float32}
+    spell_out_views(graph)
+    assert graph.graph.find_nodes(op="call_method", target="type")
 
 
 def test_zeros_in_a_mask_remove_channels() -> None:

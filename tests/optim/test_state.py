@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections import defaultdict
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -288,3 +289,30 @@ def test_the_defaults_are_arguments_of_another_optimizer(name):
     train(ours, 2)
     train(other, 2)
     assert_same(ours, other)
+
+
+def test_threads_may_save_at_once():
+    ours = optim.SGD(make_params([(2, 1, 3, 3)]), penalty=sparsity.RingPenalty(0.5))
+    saved = []
+    other = Thread(target=lambda: saved.append(ours.state_dict()))
+
+    def hook(*_):
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+
+    for each in (hook, lambda *_: None):
+        ours.register_state_dict_post_hook(each)
+    saved.append(ours.state_dict())
+    other.join()
+    assert saved[0] == saved[1]
+
+
+def test_a_group_may_be_appended_with_the_defaults():
+    params = make_params([(3,), (3,)])
+    ours = optim.SGD(params[:1], lr=0.5)
+    ours.param_groups.append({**ours.defaults, "params": params[1:]})
+    expected = params[1].detach() - 0.5
+    params[1].grad = torch.ones(3)
+    ours.step()
+    assert torch.equal(params[1].detach(), expected)

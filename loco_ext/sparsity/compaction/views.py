@@ -56,7 +56,8 @@ def spell_out_views(graph: fx.GraphModule) -> None:
 def _cast_of_type(node: fx.Node) -> list[Any]:
     """Return the arguments of Tensor.to that do the same as a call of Tensor.type; [] if that is no plain cast."""
     kind: Any = node.args[1] if len(node.args) == 2 else node.kwargs.get("dtype")
-    if isinstance(kind, str):  # such as "torch.FloatTensor", which is on the CPU
+    # "torch.FloatTensor" is on the CPU; "torch.cuda.FloatTensor" is on the GPU that the tensor is on, if it is on one.
+    if isinstance(kind, str) and kind.count(".") == 1:
         empty = torch.empty(0).type(kind)
         return [empty.device, empty.dtype]
     read = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
