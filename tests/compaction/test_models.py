@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
+from loco_ext.fx.branches import BranchError
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.views import spell_out_views
 from tests.compaction.cases import Network, Residual, compacted, same, strike
@@ -512,6 +513,52 @@ def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Calla
     x, *others = (torch.randn(*size).double() for size in ((2, 3, 1, 1), *others))
     network, _ = sparsity.compact(model, x, cost="macs")
     same(network, model, x, *others)
+
+
+def numbers_of_features(y: Tensor) -> Tensor:
+    features = 1
+    for size in y.shape[1:]:
+        features *= size
+    return y.view(-1, features)
+
+
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda y: y.view(-1, 96),
+    "a number, reshaped": lambda y: torch.reshape(y, (-1, 96)),
+    "sizes": numbers_of_features,
+    "the numbers of a sample": lambda y: y.view(-1, y[0].numel()),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_rows_are_samples_for_images_of_the_examples_size(rows: Callable[[Tensor], Tensor]) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(rows(functional.relu(net.first(x))))
+
+    model = Network(function, first=convolution(3, 8, 1), linear=nn.Linear(96, 5)).double().eval()
+    with torch.no_grad():
+        model.first.weight[2:7], model.first.bias[2:7] = 0, 0
+    x, more, larger = (torch.randn(*size).double() for size in ((2, 3, 4, 3), (5, 3, 4, 3), (2, 3, 8, 3)))
+    network, _ = sparsity.compact(model, x, cost="macs")
+    assert network.get_submodule("linear").weight.shape == (5, 3 * 12)
+    same(network, model, x, more)
+    with pytest.raises(BranchError, match="which it was traced, got 8"):
+        network(larger)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_rows_that_another_size_decides_are_no_samples(samples: int) -> None:
+    class Model(Network):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            y = functional.relu(self.first(x))
+            return self.linear(y.view(-1, y.numel() if samples == 1 else other.numel()))
+
+    model = Model(between(), first=convolution(3, 8, 1), linear=nn.Linear(96, 5)).double().eval()
+    with torch.no_grad():
+        model.first.weight[2:7], model.first.bias[2:7] = 0, 0
+    inputs = torch.randn(samples, 3, 4, 3).double(), torch.zeros(96).double()
+    network, _ = sparsity.compact(model, inputs, cost="macs")
+    assert network.get_submodule("linear").weight.shape == (5, 96)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ _PADDING_MODES = {
     nn.modules.padding._ReplicationPadNd: "replicate",
     nn.modules.padding._CircularPadNd: "circular",
 }
-_CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, *_ARITHMETIC, operator.getitem, length, "size", "dim")
+_CHECKING = (torch._assert, *_READING, *_OF_NUMBERS, *_ARITHMETIC, operator.getitem, length, "size", "dim", "numel")
 
 
 def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:

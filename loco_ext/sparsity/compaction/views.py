@@ -5,11 +5,13 @@ none could be removed; ``torch.stack(images).sum(0)`` hides that images are adde
 """
 
 import operator
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from loco_ext.fx.branches import same_as_on_example
 from loco_ext.fx.operations import ARITHMETIC, argument, axes_in_order, operation
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
 
@@ -40,6 +42,7 @@ def spell_out_views(graph: fx.GraphModule) -> None:
             shuffled, last = _shuffled(node, sizes, modules), node.args[0]
             if shuffled is None:
                 _spell_out(graph, node, sizes, name)
+                _flatten_as_on_example(graph, node, modules)
             else:
                 _become(node, torch.channel_shuffle, *shuffled)
                 _erase_unread(graph, last, shuffled[0])
@@ -78,6 +81,31 @@ def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name:
         _become(node, torch.flatten, source, start, start + joined - 1)
     elif name == "view" and joined == 1 and split > 1 and len(asked := asked_sizes(node.args[1:])) == len(new):
         _become(node, torch.unflatten, source, start, tuple(asked[start : start + split]))
+
+
+def _flatten_as_on_example(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Replace a view such as ``images.view(-1, 400)`` by a flattening, if its rows are samples on the example.
+
+    For images of other sizes, rows may be parts of samples, or have several; the graph refuses these images.
+    """
+    source: Any = node.args[0]
+    shape, asked = source.meta["shape"], asked_sizes(node.args[1:])
+    flattened = node.meta["shape"] == (shape[0], prod(shape[1:])) and prod(shape[2:]) > 1
+    if operation(node, modules) != "view" or node.kwargs or not flattened or asked[0] != -1:
+        return
+    if isinstance(asked[1], fx.Node) and (shape[0] == 1 or not _comes_from(asked[1], source)):
+        return  # another tensor, or the number of samples, may change it
+    with graph.graph.inserting_before(node):
+        for axis, number in enumerate(shape[2:], 2):
+            size = graph.graph.call_method("size", (source, axis))
+            graph.graph.call_function(same_as_on_example, (size, number, "the model"))
+    _become(node, torch.flatten, source, 1)
+
+
+def _comes_from(number: fx.Node, source: fx.Node) -> bool:
+    """Return whether functions compute a number from one tensor alone."""
+    above = number.all_input_nodes
+    return number.op != "call_module" and bool(above) and all(x is source or _comes_from(x, source) for x in above)
 
 
 def _shuffled(node: fx.Node, sizes: Inference, modules: dict[str, nn.Module]) -> tuple[fx.Node, int] | None:
