@@ -172,6 +172,8 @@ class Unknowns:
             return self.defined_by(("slice", size, start, stop, step))
         if size.number is not None:
             return _size(len(range(*place.indices(size.number))))
+        if start in (None, 0) and stop is None:  # as many as convolutions of this stride give
+            return self.windows(size, 1, step, 1, 0)
         shorter = size + (-(start or 0) + (stop or 0))
         if step in (None, 1) and (start or 0) >= 0 >= (stop or 0) and stop != 0 and shorter.is_sum_of_sizes:
             return shorter
@@ -286,8 +288,8 @@ class Inference:
             return self._part(first, node.args[1]) if name == "getitem" else None
         call = _Call(node, self._module(node), self, self.sizes[first])
         if name in KEEPING_SHAPE:
-            bounds = [x for x in node.all_input_nodes if x is not first and x in self.sizes]
-            return None if name == "clamp" and bounds else call.sizes
+            others = [x for x in node.all_input_nodes if x is not first and x in self.sizes]
+            return None if name in ("clamp", "pow") and others else call.sizes
         if axes := axes_in_order(node, self._modules):
             return tuple(call.sizes[axis] for axis in axes)
         if name in POOLS:
@@ -394,8 +396,10 @@ def _convolved_transposed(call: _Call) -> Sizes:
 
 def _pooled(call: _Call, name: str) -> Sizes | None:
     axes, largest = POOLS[name], name.startswith("max")
-    if call.node.all_input_nodes != [call.node.args[0]] or call.option(5, "return_indices", False):
+    if call.option(5, "return_indices", False):
         return None
+    if len(call.node.all_input_nodes) > 1:  # numbers that are computed, as that of all pixels
+        return (*call.sizes[:-axes], *(call.unknowns.defined_by((call.node.name, axis)) for axis in range(axes)))
     kernel_size = call.option(0, "kernel_size")
     stride, padding = call.option(1, "stride") or kernel_size, call.option(2, "padding", 0)
     dilation = call.option(3, "dilation", 1) if largest else 1

@@ -496,54 +496,75 @@ def test_a_normalisation_frozen_in_a_module_of_its_own_code_stays_frozen() -> No
     assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
 
 
-FLATTENINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by features": lambda y: y.view(-1, 8),
-    "by features, reshaped": lambda y: torch.reshape(y, (-1, 8)),
-    "by the batch": lambda y: y.reshape(y.shape[0], -1),
-}
-
-
-@pytest.mark.parametrize("flatten", FLATTENINGS.values(), ids=FLATTENINGS)
-def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Callable[[Tensor], Tensor]) -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        return net.linear(flatten(functional.relu(net.first(x))))
-
-    model = strike(Network(function, first=convolution(3, 8, 1), linear=nn.Linear(8, 5))).double().eval()
-    others = [(5, 3, 1, 1), (2, 3, 4, 6)] if flatten is not FLATTENINGS["by the batch"] else [(5, 3, 1, 1)]
-    x, *others = (torch.randn(*size).double() for size in ((2, 3, 1, 1), *others))
-    network, _ = sparsity.compact(model, x, cost="macs")
-    same(network, model, x, *others)
-
-
-def numbers_of_features(y: Tensor) -> Tensor:
+def view_by_sizes(y: Tensor, features: int) -> Tensor:
     features = 1
     for size in y.shape[1:]:
         features *= size
     return y.view(-1, features)
 
 
-ROWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a number": lambda y: y.view(-1, 96),
-    "a number, reshaped": lambda y: torch.reshape(y, (-1, 96)),
-    "sizes": numbers_of_features,
-    "the numbers of a sample": lambda y: y.view(-1, y[0].numel()),
+ROWS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a number": lambda y, features: y.view(-1, features),
+    "a number, reshaped": lambda y, features: torch.reshape(y, (-1, features)),
+    "sizes": view_by_sizes,
+    "the numbers of a sample": lambda y, features: y.view(-1, y[0].numel()),
 }
 
 
+@pytest.mark.parametrize("size", [(4, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_rows_are_samples_for_images_of_the_examples_size(rows: Callable[[Tensor], Tensor]) -> None:
+def test_rows_are_samples_for_images_of_the_examples_size(
+    rows: Callable[[Tensor, int], Tensor], size: tuple[int, int]
+) -> None:
     def function(net: Network, x: Tensor) -> Tensor:
-        return net.linear(rows(functional.relu(net.first(x))))
+        return net.linear(rows(functional.relu(net.first(x)), 8 * pixels))
 
-    model = Network(function, first=convolution(3, 8, 1), linear=nn.Linear(96, 5)).double().eval()
+    pixels = size[0] * size[1]
+    model = Network(function, first=convolution(3, 8, 1), linear=nn.Linear(8 * pixels, 5)).double().eval()
     with torch.no_grad():
         model.first.weight[2:7], model.first.bias[2:7] = 0, 0
-    x, more, larger = (torch.randn(*size).double() for size in ((2, 3, 4, 3), (5, 3, 4, 3), (2, 3, 8, 3)))
+    x, more, larger = (torch.randn(n, 3, k * size[0], size[1]).double() for n, k in ((2, 1), (5, 1), (2, 2)))
     network, _ = sparsity.compact(model, x, cost="macs")
-    assert network.get_submodule("linear").weight.shape == (5, 3 * 12)
+    assert network.get_submodule("linear").weight.shape == (5, 3 * pixels)
     same(network, model, x, more)
-    with pytest.raises(BranchError, match="which it was traced, got 8"):
+    with pytest.raises(BranchError, match=f"which it was traced, got {larger.shape[2]}"):
         network(larger)
+
+
+def test_rows_may_be_parts_of_samples_whose_axis_1_has_any_length() -> None:
+    model = Network(lambda net, x: net.linear(x).relu().view(-1, 12), linear=nn.Linear(8, 4)).double().eval()
+    network, _ = sparsity.compact(model, torch.randn(2, 3, 8).double(), cost="macs")
+    same(network, model, torch.randn(2, 6, 8).double())
+
+
+PADDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind": lambda y: functional.pad(y, (0, 0, 0, 0, 0, 5)),
+    "on both sides": lambda y: functional.pad(y, (0, 0, 0, 0, 2, 3), "constant", 0),
+    "ahead": lambda y: functional.pad(y, [0, 0, 0, 0, 5, 0], value=0.0),
+}
+
+
+@pytest.mark.parametrize("dead", [[], [1, 4, 6], range(8)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("alone", [False, True], ids=["shortcut", "alone"])
+@pytest.mark.parametrize("pad", PADDINGS.values(), ids=PADDINGS)
+def test_channels_go_through_a_padding_of_channels(
+    pad: Callable[[Tensor], Tensor], alone: bool, dead: list[int]
+) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = functional.relu(net.first(x))
+        shortcut = pad(y[:, :, ::2, ::2])
+        return net.last(functional.relu(shortcut if alone else shortcut + net.middle(y)))
+
+    parts = {"first": convolution(3, 8), "middle": nn.Conv2d(8, 13, 3, 2, 1), "last": convolution(13, 4)}
+    model = Network(function, **{k: parts[k] for k in parts if not (alone and k == "middle")}).double().eval()
+    with torch.no_grad():
+        model.first.weight[list(dead)], model.first.bias[list(dead)] = 0, 0
+        if not alone:
+            model.middle.weight[3], model.middle.bias[3] = 0, 0
+    network, report = compacted(model, *IMAGES)
+    assert not report.notes
+    if len(dead) < 8:
+        assert network.get_submodule("first").weight.shape[0] == 8 - len(dead)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -616,6 +637,9 @@ PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modul
     "slope of each channel": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(8)}),
     "one slope": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(1)}),
     "casts": (lambda net, y: y.to(torch.float64).double().type_as(y), {}),
+    "powers": (lambda net, y: (y**3 + y.pow(2)).sqrt(), {}),
+    "means of all pixels": (lambda net, y: y * functional.avg_pool2d(y, y.shape[2:]), {}),
+    "maxima of columns": (lambda net, y: y * functional.max_pool2d(y, (y.size(2), 1)), {}),
     "casts by type": (lambda net, y: y.type("torch.FloatTensor").type(torch.half).type(dtype=y.dtype), {}),
 }
 

@@ -23,7 +23,7 @@ from loco_ext.sparsity.compaction.constants import (
     meets_no_padding,
 )
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
-from loco_ext.sparsity.compaction.roles import GraphInfo, Role
+from loco_ext.sparsity.compaction.roles import GraphInfo, Role, added_channels
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 _LARGE_ENOUGH = 1e-3  # a kept constant channel stands for all that are larger by at most the inverse of this
@@ -123,14 +123,21 @@ class Channels:
         ids = self.values[node].ids
         return self.sets.alone(ids) and self.sets.ordered.isdisjoint(ids.tolist())
 
+    def _added(self, node: fx.Node) -> int:
+        """Return how many channels of zeros the node adds."""
+        return sum(added_channels(node) or ()) if self.role(node) is Role.WIDEN else 0
+
     def scatterable(self) -> dict[str, int]:
-        """Return names of sums with an operand that has constant channels and no other reader, and the operand."""
+        """Return names of sums with an operand that has constant channels and no other reader, and the operand.
+
+        Channels of zeros that the operand adds to others do not count: they can be added to those that are left.
+        """
         found = {}
         for node in self.info.nodes:
             role, sources = self.role(node), self.sources(node)
             if role is not Role.JOIN or self.info.arithmetic(node) != "add" or self.constant_operand(node) is not None:
                 continue
-            constant = [int((~self.values[source].varies).sum()) for source in sources]
+            constant = [int((~self.values[source].varies).sum()) - self._added(source) for source in sources]
             whole = all(self.same_size(source, node) for source in sources)
             operand = 0 if constant[0] > constant[1] else 1
             if whole and constant[operand] and len(sources[operand].users) == 1:
@@ -220,6 +227,10 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
         return Value(source.ids[taken], source.constants[taken])
     if role is Role.MOVE:
         return source
+    if role is Role.WIDEN:
+        ahead, behind = added_channels(node) or (0, 0)
+        numbers = np.concatenate([channels.sets.new(ahead), source.ids, channels.sets.new(behind)])
+        return Value(numbers, np.pad(source.constants, (ahead, behind)))
     before, after = channels.sources(node)[0].meta["shape"][1], node.meta["shape"][1]
     if role is Role.SHUFFLE:
         ids, constants = source.ids.reshape(after, -1), source.constants.reshape(after, -1)
@@ -303,6 +314,9 @@ def _need(channels: Channels, node: fx.Node) -> bool:
         wanted = channels.needed(node) & other.varies
         return sets.need(other.ids[wanted], f"read by {node.name}")
     layer = channels.layers.get(node)
+    if channels.role(node) is Role.WIDEN and channels.needed(node).any():
+        ids = channels.values[sources[0]].ids
+        return not sets.needed(ids).any() and sets.need(ids[:1], f"{node.name} adds channels to one at least")
     if layer is None:
         return False
     source, present = layer.source, channels.needed(node)

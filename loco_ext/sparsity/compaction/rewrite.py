@@ -19,7 +19,7 @@ from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channe
 from loco_ext.sparsity.compaction.cut import cut
 from loco_ext.sparsity.compaction.layers import stored_tensor
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
-from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, is_depthwise
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, added_channels, is_depthwise
 from loco_ext.sparsity.compaction.whole_filters import has_whole_filters, with_filters
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
@@ -87,6 +87,7 @@ class Rewriter:
             Role.JOIN: self._join,
             Role.CAT: self._cat,
             Role.TAKE: self._take,
+            Role.WIDEN: self._widen,
             Role.MOVE: self._per_channel,
             Role.FLATTEN: self._split,
             Role.SHUFFLE: self._shuffle,
@@ -231,6 +232,20 @@ class Rewriter:
                 parts.append(self._new[part])
         self._kept[node] = kept
         return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
+
+    def _widen(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Add the channels of zeros that are kept."""
+        (source,), added = sources, added_channels(node)
+        assert added is not None
+        end = added[0] + source.meta["shape"][1]
+        ahead, behind = (
+            [c for c in self._kept[node] if low <= c < high] for low, high in ((0, added[0]), (end, np.inf))
+        )
+        self._kept[node] = [*ahead, *(added[0] + c for c in self._kept[source]), *behind]
+        if not ahead and not behind:
+            return self._new[source]
+        pads = [*[0] * (2 * len(source.meta["shape"]) - 4), len(ahead), len(behind)]
+        return self._graph.call_function(F.pad, (self._new[source], pads))
 
     def _take(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         taken: Any = self._channels.info.taken(node)

@@ -43,6 +43,7 @@ class Role(Enum):
     CAT = "cat"
     TAKE = "take"  # selects some channels, or all in another order
     PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
+    WIDEN = "widen"  # adds channels of zeros
     MOVE = "move"  # moves channels to another axis, or adds, removes, joins or splits others
     FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
     SHUFFLE = "shuffle"  # makes the pixels of each channel from those of several
@@ -286,7 +287,10 @@ class GraphInfo:
             return Role.OTHER
         if name == "flatten" and self.sizes.of(node) == self.sizes.flattened(source):
             return Role.FLATTEN
-        if is_padding(node) or is_interpolation(node, name):  # by numbers that may be computed from sizes
+        if added_channels(node) is not None:
+            return Role.WIDEN
+        # By numbers that may be computed from sizes.
+        if is_padding(node) or is_interpolation(node, name) or _is_pool(node, name):
             return Role.PER_CHANNEL
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
@@ -467,9 +471,31 @@ def is_padding(node: fx.Node) -> bool:
     return plain and not node.kwargs.get("value") and len(pads) <= 2 * (rank(node) - 2)
 
 
+def added_channels(node: fx.Node) -> tuple[int, int] | None:
+    """Return how many channels of zeros a padding adds ahead of and behind axis 1; None if the node does more or else.
+
+    Shortcuts of residual networks do this where blocks have more channels (option A of He et al., 2015).
+    """
+    if node.target is not nn.functional.pad or argument(node, 2, "mode", "constant") != "constant":
+        return None
+    pads = argument(node, 1, "pad")
+    if argument(node, 3, "value") or not isinstance(pads, list | tuple) or len(pads) != 2 * (rank(node) - 1):
+        return None
+    *others, ahead, behind = pads
+    whole = all(isinstance(p, int) for p in pads) and not any(others) and min(ahead, behind) >= 0
+    return (ahead, behind) if whole else None
+
+
 def is_interpolation(node: fx.Node, name: str) -> bool:
     """Return whether the node is a call of torch.nn.functional.interpolate that keeps constant channels."""
     return name == "interpolate" and argument(node, 3, "mode", "nearest") in _WITHOUT_OVERSHOOT
+
+
+def _is_pool(node: fx.Node, name: str) -> bool:
+    """Return whether the node is a call of a function that pools windows of pixels, which keeps constant channels."""
+    padded = argument(node, 3, "padding", 0) or argument(node, 6, "divisor_override") is not None
+    plain = name.startswith("max") or not padded
+    return node.op == "call_function" and POOLS.get(name) == rank(node) - 2 and plain
 
 
 def has_running_statistics(norm: Any) -> bool:

@@ -42,7 +42,7 @@ def spell_out_views(graph: fx.GraphModule) -> None:
             shuffled, last = _shuffled(node, sizes, modules), node.args[0]
             if shuffled is None:
                 _spell_out(graph, node, sizes, name)
-                _flatten_as_on_example(graph, node, modules)
+                _flatten_as_on_example(graph, node, sizes, modules)
             else:
                 _become(node, torch.channel_shuffle, *shuffled)
                 _erase_unread(graph, last, shuffled[0])
@@ -83,16 +83,20 @@ def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name:
         _become(node, torch.unflatten, source, start, tuple(asked[start : start + split]))
 
 
-def _flatten_as_on_example(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
+def _flatten_as_on_example(
+    graph: fx.GraphModule, node: fx.Node, sizes: Inference, modules: dict[str, nn.Module]
+) -> None:
     """Replace a view such as ``images.view(-1, 400)`` by a flattening, if its rows are samples on the example.
 
     For images of other sizes, rows may be parts of samples, or have several; the graph refuses these images.
     """
     source: Any = node.args[0]
     shape, asked = source.meta["shape"], asked_sizes(node.args[1:])
-    flattened = node.meta["shape"] == (shape[0], prod(shape[1:])) and prod(shape[2:]) > 1
+    flattened = len(shape) > 2 and node.meta["shape"] == (shape[0], prod(shape[1:]))
     if operation(node, modules) != "view" or node.kwargs or not flattened or asked[0] != -1:
         return
+    if sizes.number(source, 1) is None:
+        return  # axis 1 may not be one of channels, whose number needs no check
     if isinstance(asked[1], fx.Node) and (shape[0] == 1 or not _comes_from(asked[1], source)):
         return  # another tensor, or the number of samples, may change it
     with graph.graph.inserting_before(node):
