@@ -541,6 +541,7 @@ PADDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "behind": lambda y: functional.pad(y, (0, 0, 0, 0, 0, 5)),
     "on both sides": lambda y: functional.pad(y, (0, 0, 0, 0, 2, 3), "constant", 0),
     "ahead": lambda y: functional.pad(y, [0, 0, 0, 0, 5, 0], value=0.0),
+    "beside zeros": lambda y: torch.cat([y, torch.zeros_like(y)[:, 3:]], 1),
 }
 
 

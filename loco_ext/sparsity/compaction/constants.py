@@ -81,6 +81,8 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         return np.where((constants != 0) & zeros, np.nan, constants)
     if node.target is operator.getitem:
         return constants
+    if name == "zeroslike":
+        return np.zeros_like(constants)
     if name in CASTS:
         return _finite(torch.from_numpy(constants).to(node.meta["dtype"]).double().numpy())
     if is_resampling(name):
