@@ -8,11 +8,11 @@ from torch import fx, nn
 ARITHMETIC = frozenset(["add", "sub", "mul", "div"])
 _POINTWISE = (
     "relu relu6 leakyrelu elu selu celu gelu silu mish sigmoid tanh hardswish hardsigmoid hardtanh softplus softsign "
-    "logsigmoid tanhshrink softshrink hardshrink threshold abs neg square pow sqrt clamp identity contiguous clone "
+    "logsigmoid tanhshrink softshrink hardshrink threshold abs neg square pow clamp identity contiguous clone "
     "detach zeroslike dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout"
 )
 _OTHERS_KEEPING_SHAPE = (
-    "exp log prelu rrelu softmax logsoftmax softmin softmax2d batchnorm batchnorm1d batchnorm2d batchnorm3d "
+    "sqrt exp log prelu rrelu softmax logsoftmax softmin softmax2d batchnorm batchnorm1d batchnorm2d batchnorm3d "
     "syncbatchnorm instancenorm instancenorm1d instancenorm2d instancenorm3d groupnorm layernorm rmsnorm "
     "localresponsenorm normalize channelshuffle flip roll cumsum oneslike"
 )

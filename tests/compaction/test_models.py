@@ -568,12 +568,38 @@ def test_channels_go_through_a_padding_of_channels(
         assert network.get_submodule("first").weight.shape[0] == 8 - len(dead)
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_rows_that_another_size_decides_are_no_samples(samples: int) -> None:
+@pytest.mark.parametrize("padded", [False, True], ids=["behind a layer", "behind a padding"])
+def test_a_channel_that_fills_a_group_has_one_to_come_from(padded: bool) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        dead = functional.relu(net.dead(functional.relu(net.unread(x))))
+        if padded:
+            dead = functional.pad(dead, (0, 0, 0, 0, 2, 0))
+        return net.last(torch.relu(net.grouped(torch.cat([net.first(x), dead], 1))))
+
+    parts = {"first": convolution(3, 5), "unread": convolution(3, 4, 1), "dead": convolution(4, 1 if padded else 3, 1)}
+    parts |= {"grouped": nn.Conv2d(8, 8, 3, groups=2), "last": convolution(8, 4)}
+    model = Network(function, **parts).double().eval()
+    with torch.no_grad():
+        model.dead.weight.zero_()
+        model.first.weight[0] = 0
+    compacted(model, *IMAGES)
+
+
+FEATURES: dict[str, tuple[int, Callable[[Tensor, Tensor], int]]] = {
+    "another tensor": (2, lambda y, other: other.numel()),
+    "all numbers": (1, lambda y, other: y.numel()),
+    "half of all numbers": (2, lambda y, other: y.numel() // 2),
+    "the number of samples": (2, lambda y, other: y.size(0) * 48),
+    "the first size": (2, lambda y, other: y.shape[-4] * 48),
+}
+
+
+@pytest.mark.parametrize(("samples", "features"), FEATURES.values(), ids=FEATURES)
+def test_rows_that_another_size_decides_are_no_samples(samples: int, features: Callable[[Tensor, Tensor], int]) -> None:
     class Model(Network):
         def forward(self, x: Tensor, other: Tensor) -> Tensor:
             y = functional.relu(self.first(x))
-            return self.linear(y.view(-1, y.numel() if samples == 1 else other.numel()))
+            return self.linear(y.view(-1, features(y, other)))
 
     model = Model(between(), first=convolution(3, 8, 1), linear=nn.Linear(96, 5)).double().eval()
     with torch.no_grad():
@@ -638,7 +664,7 @@ PASSING: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modul
     "slope of each channel": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(8)}),
     "one slope": (lambda net, y: functional.prelu(y, net.slope), {"slope": numbers(1)}),
     "casts": (lambda net, y: y.to(torch.float64).double().type_as(y), {}),
-    "powers": (lambda net, y: (y**3 + y.pow(2)).sqrt(), {}),
+    "powers": (lambda net, y: y**3 + y.pow(2), {}),
     "means of all pixels": (lambda net, y: y * functional.avg_pool2d(y, y.shape[2:]), {}),
     "maxima of columns": (lambda net, y: y * functional.max_pool2d(y, (y.size(2), 1)), {}),
     "casts by type": (lambda net, y: y.type("torch.FloatTensor").type(torch.half).type(dtype=y.dtype), {}),

@@ -314,9 +314,6 @@ def _need(channels: Channels, node: fx.Node) -> bool:
         wanted = channels.needed(node) & other.varies
         return sets.need(other.ids[wanted], f"read by {node.name}")
     layer = channels.layers.get(node)
-    if channels.role(node) is Role.WIDEN and channels.needed(node).any():
-        ids = channels.values[sources[0]].ids
-        return not sets.needed(ids).any() and sets.need(ids[:1], f"{node.name} adds channels to one at least")
     if layer is None:
         return False
     source, present = layer.source, channels.needed(node)
@@ -347,9 +344,10 @@ def _need_constant(channels: Channels, layer: LayerChannels, wanted: Booleans) -
 
 
 def _even_out(channels: Channels) -> None:
-    """Keep more channels until all remaining groups of each layer have the same number."""
+    """Keep more channels until all remaining groups of each layer have the same number, and no layer reads none."""
     grouped = [node for node, layer in channels.layers.items() if layer.groups > 1]
-    while any([_even_out_layer(channels, node) for node in grouped]):
+    reading = [node for node in channels.values if channels.role(node) in (Role.CONVOLUTION, Role.WIDEN)]
+    while any([_even_out_layer(channels, node) for node in grouped] + [_read_one(channels, node) for node in reading]):
         pass
 
 
@@ -369,3 +367,12 @@ def _even_out_layer(channels: Channels, node: fx.Node) -> bool:
             fillers += ids[group, ~there[group]][: most - there[group].sum()].tolist()
     channels.sets.fill(fillers)
     return bool(fillers)
+
+
+def _read_one(channels: Channels, node: fx.Node) -> bool:
+    """Keep a channel that the node reads if it has none, but channels of its result are kept; return whether it did."""
+    read = channels.values[channels.sources(node)[0]].ids
+    if not len(channels.kept(node)) or channels.sets.kept(read).any():
+        return False
+    channels.sets.fill(read[:1])
+    return True

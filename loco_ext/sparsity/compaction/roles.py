@@ -279,7 +279,7 @@ class GraphInfo:
             return Role.OTHER
         if self._moved(node, source) is not None:
             return Role.PER_CHANNEL if name in _REDUCTIONS else Role.MOVE
-        if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1:
+        if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1 and not _is_root(node, name):
             return Role.PER_CHANNEL
         if name in CASTS and node.meta["dtype"].is_floating_point:  # to a dtype that may be read from another tensor
             return Role.PER_CHANNEL
@@ -518,6 +518,12 @@ def keeps_constants(module: Any) -> bool:
     padded = any(torch.tensor(module.padding).flatten().tolist())
     plain = not padded or not module.count_include_pad
     return plain and getattr(module, "divisor_override", None) is None
+
+
+def _is_root(node: fx.Node, name: str) -> bool:
+    """Return whether the node is a power without a finite derivative at 0, the value of channels that fill groups."""
+    exponent = argument(node, 1, "exponent")
+    return name == "pow" and not (isinstance(exponent, int | float) and exponent >= 1)
 
 
 def _trains(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.branches import same_as_on_example
-from loco_ext.fx.operations import ARITHMETIC, argument, axes_in_order, operation
+from loco_ext.fx.operations import ARITHMETIC, argument, axes_in_order, operation, places
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
 
 _SPLITTING = ("view", "unflatten")
@@ -97,7 +97,7 @@ def _flatten_as_on_example(
         return
     if sizes.number(source, 1) is None:
         return  # axis 1 may not be one of channels, whose number needs no check
-    if isinstance(asked[1], fx.Node) and (shape[0] == 1 or not _comes_from(asked[1], source)):
+    if isinstance(asked[1], fx.Node) and not _is_of_a_sample(asked[1], source):
         return  # another tensor, or the number of samples, may change it
     with graph.graph.inserting_before(node):
         for axis, number in enumerate(shape[2:], 2):
@@ -106,10 +106,17 @@ def _flatten_as_on_example(
     _become(node, torch.flatten, source, 1)
 
 
-def _comes_from(number: fx.Node, source: fx.Node) -> bool:
-    """Return whether functions compute a number from one tensor alone."""
-    above = number.all_input_nodes
-    return number.op != "call_module" and bool(above) and all(x is source or _comes_from(x, source) for x in above)
+def _is_of_a_sample(number: fx.Node, source: fx.Node) -> bool:
+    """Return whether functions compute a number from one tensor alone, but not from how many samples it has."""
+    above, (whole, place, *_) = number.all_input_nodes, (*number.args, None, None)
+    rank = len(source.meta["shape"])
+    if number.target == "size" and whole is source:
+        return isinstance(place, int) and place % rank != 0
+    if number.target is operator.getitem and whole is source:
+        return isinstance(place, int)
+    if number.target is operator.getitem and above[0].target in ("size", getattr) and above[0].args[0] is source:
+        return 0 not in places(place, rank)
+    return bool(above) and source not in above and all(_is_of_a_sample(x, source) for x in above)
 
 
 def _shuffled(node: fx.Node, sizes: Inference, modules: dict[str, nn.Module]) -> tuple[fx.Node, int] | None:
