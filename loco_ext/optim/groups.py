@@ -131,7 +131,7 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
             weight = module.weight if how is None else how.filters if how.masked else None
             if weight is not None:
                 attach_pattern(weight, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
-            layers[name] = _Layer(weight, how, True, True)
+            layers[name] = _Layer(weight, how, may_be_local=True, may_have_penalty=True)
         elif isinstance(module, _ConvNd):
             how = computed(module)
             filters: Any = module.weight if how is None else how.filters

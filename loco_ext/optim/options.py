@@ -23,7 +23,7 @@ OWN_OPTIONS: Group = {
     "state_dtype": None,
     "stochastic_rounding": None,
 }
-# What groups have beside torch.optim's options; rounding_step, which counts steps of stochastic rounding, is no option.
+# The entries that this package adds; rounding_step is no option, it counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {**OWN_OPTIONS, "rounding_step": 0}
 
 

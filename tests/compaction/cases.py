@@ -19,6 +19,12 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 Inputs = Tensor | tuple[Tensor, ...]
+IMAGES = torch.randn(2, 3, 12, 11).double(), torch.randn(1, 3, 9, 13).double()
+
+
+def convolution(channels: int, filters: int, size: int = 3) -> nn.Conv2d:
+    """Return a convolution that keeps the size of images."""
+    return nn.Conv2d(channels, filters, size, padding=size // 2)
 
 
 def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.6, inputs: float = 0.1) -> nn.Module:

@@ -13,18 +13,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
-from loco_ext.fx.branches import BranchError
 from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.views import spell_out_views
-from tests.compaction.cases import Network, Residual, compacted, same, strike
+from tests.compaction.cases import IMAGES, Network, Residual, compacted, convolution, same, strike
 from tests.compaction.computed_weights import WAYS
 from tests.covering import covering
-
-IMAGES = torch.randn(2, 3, 12, 11).double(), torch.randn(1, 3, 9, 13).double()
-
-
-def convolution(channels: int, filters: int, size: int = 3) -> nn.Conv2d:
-    return nn.Conv2d(channels, filters, size, padding=size // 2)
 
 
 def chain() -> dict[str, nn.Module]:
@@ -494,119 +487,6 @@ def test_a_normalisation_frozen_in_a_module_of_its_own_code_stays_frozen() -> No
     model[1].eval()
     network, _ = sparsity.compact(model, IMAGES[0], cost="macs", fold_norms=False)
     assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
-
-
-def view_by_sizes(y: Tensor, features: int) -> Tensor:
-    features = 1
-    for size in y.shape[1:]:
-        features *= size
-    return y.view(-1, features)
-
-
-ROWS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "a number": lambda y, features: y.view(-1, features),
-    "a number, reshaped": lambda y, features: torch.reshape(y, (-1, features)),
-    "sizes": view_by_sizes,
-    "the numbers of a sample": lambda y, features: y.view(-1, y[0].numel()),
-}
-
-
-@pytest.mark.parametrize("size", [(4, 3), (1, 1)], ids=str)
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_rows_are_samples_for_images_of_the_examples_size(
-    rows: Callable[[Tensor, int], Tensor], size: tuple[int, int]
-) -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        return net.linear(rows(functional.relu(net.first(x)), 8 * pixels))
-
-    pixels = size[0] * size[1]
-    model = Network(function, first=convolution(3, 8, 1), linear=nn.Linear(8 * pixels, 5)).double().eval()
-    with torch.no_grad():
-        model.first.weight[2:7], model.first.bias[2:7] = 0, 0
-    x, more, larger = (torch.randn(n, 3, k * size[0], size[1]).double() for n, k in ((2, 1), (5, 1), (2, 2)))
-    network, _ = sparsity.compact(model, x, cost="macs")
-    assert network.get_submodule("linear").weight.shape == (5, 3 * pixels)
-    same(network, model, x, more)
-    with pytest.raises(BranchError, match=f"which it was traced, got {larger.shape[2]}"):
-        network(larger)
-
-
-def test_rows_may_be_parts_of_samples_whose_axis_1_has_any_length() -> None:
-    model = Network(lambda net, x: net.linear(x).relu().view(-1, 12), linear=nn.Linear(8, 4)).double().eval()
-    network, _ = sparsity.compact(model, torch.randn(2, 3, 8).double(), cost="macs")
-    same(network, model, torch.randn(2, 6, 8).double())
-
-
-PADDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "behind": lambda y: functional.pad(y, (0, 0, 0, 0, 0, 5)),
-    "on both sides": lambda y: functional.pad(y, (0, 0, 0, 0, 2, 3), "constant", 0),
-    "ahead": lambda y: functional.pad(y, [0, 0, 0, 0, 5, 0], value=0.0),
-    "beside zeros": lambda y: torch.cat([y, torch.zeros_like(y)[:, 3:]], 1),
-}
-
-
-@pytest.mark.parametrize("dead", [[], [1, 4, 6], range(8)], ids=["none", "some", "all"])
-@pytest.mark.parametrize("alone", [False, True], ids=["shortcut", "alone"])
-@pytest.mark.parametrize("pad", PADDINGS.values(), ids=PADDINGS)
-def test_channels_go_through_a_padding_of_channels(
-    pad: Callable[[Tensor], Tensor], alone: bool, dead: list[int]
-) -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        y = functional.relu(net.first(x))
-        shortcut = pad(y[:, :, ::2, ::2])
-        return net.last(functional.relu(shortcut if alone else shortcut + net.middle(y)))
-
-    parts = {"first": convolution(3, 8), "middle": nn.Conv2d(8, 13, 3, 2, 1), "last": convolution(13, 4)}
-    model = Network(function, **{k: parts[k] for k in parts if not (alone and k == "middle")}).double().eval()
-    with torch.no_grad():
-        model.first.weight[list(dead)], model.first.bias[list(dead)] = 0, 0
-        if not alone:
-            model.middle.weight[3], model.middle.bias[3] = 0, 0
-    network, report = compacted(model, *IMAGES)
-    assert not report.notes
-    if len(dead) < 8:
-        assert network.get_submodule("first").weight.shape[0] == 8 - len(dead)
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["behind a layer", "behind a padding"])
-def test_a_channel_that_fills_a_group_has_one_to_come_from(padded: bool) -> None:
-    def function(net: Network, x: Tensor) -> Tensor:
-        dead = functional.relu(net.dead(functional.relu(net.unread(x))))
-        if padded:
-            dead = functional.pad(dead, (0, 0, 0, 0, 2, 0))
-        return net.last(torch.relu(net.grouped(torch.cat([net.first(x), dead], 1))))
-
-    parts = {"first": convolution(3, 5), "unread": convolution(3, 4, 1), "dead": convolution(4, 1 if padded else 3, 1)}
-    parts |= {"grouped": nn.Conv2d(8, 8, 3, groups=2), "last": convolution(8, 4)}
-    model = Network(function, **parts).double().eval()
-    with torch.no_grad():
-        model.dead.weight.zero_()
-        model.first.weight[0] = 0
-    compacted(model, *IMAGES)
-
-
-FEATURES: dict[str, tuple[int, Callable[[Tensor, Tensor], int]]] = {
-    "another tensor": (2, lambda y, other: other.numel()),
-    "all numbers": (1, lambda y, other: y.numel()),
-    "half of all numbers": (2, lambda y, other: y.numel() // 2),
-    "the number of samples": (2, lambda y, other: y.size(0) * 48),
-    "the first size": (2, lambda y, other: y.shape[-4] * 48),
-}
-
-
-@pytest.mark.parametrize(("samples", "features"), FEATURES.values(), ids=FEATURES)
-def test_rows_that_another_size_decides_are_no_samples(samples: int, features: Callable[[Tensor, Tensor], int]) -> None:
-    class Model(Network):
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:
-            y = functional.relu(self.first(x))
-            return self.linear(y.view(-1, features(y, other)))
-
-    model = Model(between(), first=convolution(3, 8, 1), linear=nn.Linear(96, 5)).double().eval()
-    with torch.no_grad():
-        model.first.weight[2:7], model.first.bias[2:7] = 0, 0
-    inputs = torch.randn(samples, 3, 4, 3).double(), torch.zeros(96).double()
-    network, _ = sparsity.compact(model, inputs, cost="macs")
-    assert network.get_submodule("linear").weight.shape == (5, 96)
 
 
 @pytest.mark.parametrize(

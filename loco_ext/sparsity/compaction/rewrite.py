@@ -235,13 +235,11 @@ class Rewriter:
 
     def _widen(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         """Add the channels of zeros that are kept."""
-        (source,), added = sources, added_channels(node)
-        assert added is not None
-        end = added[0] + source.meta["shape"][1]
-        ahead, behind = (
-            [c for c in self._kept[node] if low <= c < high] for low, high in ((0, added[0]), (end, np.inf))
-        )
-        self._kept[node] = [*ahead, *(added[0] + c for c in self._kept[source]), *behind]
+        (source,) = sources
+        first, _ = added_channels(node) or (0, 0)
+        past = first + source.meta["shape"][1]
+        ahead, behind = ([c for c in self._kept[node] if c < first], [c for c in self._kept[node] if c >= past])
+        self._kept[node] = [*ahead, *(first + c for c in self._kept[source]), *behind]
         if not ahead and not behind:
             return self._new[source]
         pads = [*[0] * (2 * len(source.meta["shape"]) - 4), len(ahead), len(behind)]

@@ -108,14 +108,15 @@ def _flatten_as_on_example(
 
 def _is_of_a_sample(number: fx.Node, source: fx.Node) -> bool:
     """Return whether functions compute a number from one tensor alone, but not from how many samples it has."""
-    above, (whole, place, *_) = number.all_input_nodes, (*number.args, None, None)
-    rank = len(source.meta["shape"])
-    if number.target == "size" and whole is source:
+    (whole, place, *_), rank = (*number.args, None, None), len(source.meta["shape"])
+    if whole is source and number.target == "size":
         return isinstance(place, int) and place % rank != 0
-    if number.target is operator.getitem and whole is source:
+    if whole is source and number.target is operator.getitem:
         return isinstance(place, int)
-    if number.target is operator.getitem and above[0].target in ("size", getattr) and above[0].args[0] is source:
+    sizes = isinstance(whole, fx.Node) and whole.target in ("size", getattr) and whole.args[0] is source
+    if sizes and number.target is operator.getitem:
         return 0 not in places(place, rank)
+    above = number.all_input_nodes
     return bool(above) and source not in above and all(_is_of_a_sample(x, source) for x in above)
 
 
