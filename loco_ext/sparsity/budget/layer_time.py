@@ -11,7 +11,6 @@ from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import Convolution
 from loco_ext.sparsity.compaction.cost import seconds_of, seconds_of_layer
 from loco_ext.sparsity.compaction.disjoint_set import Integers
-from loco_ext.sparsity.compaction.roles import is_depthwise
 from loco_ext.sparsity.compaction.whole_filters import filter_weights, has_whole_filters, with_filters
 
 
@@ -60,17 +59,16 @@ def time_layer(module: Any, kinds: Sequence[Mapping[str, Any]]) -> LayerTime:
     weight, bias = filter_weights(module), module.bias
     if bias is None:
         bias = weight.new_zeros(len(weight))  # that of the batch norm behind it, once compacted
-    whole, alone = has_whole_filters(module), is_depthwise(module)
-    may_shrink = whole or alone or module.groups == 1
-    filters = _some(len(weight), 8) if may_shrink else [len(weight)] * 8
-    inputs = _some(weight.shape[1], 4) if may_shrink and not alone else [weight.shape[1]] * 4
+    whole, groups = has_whole_filters(module), getattr(module, "groups", 1)
+    filters = [len(weight) // groups * count for count in _some(groups, 8)] if groups > 1 else _some(len(weight), 8)
+    inputs = [weight.shape[1]] * 4 if groups > 1 else _some(weight.shape[1], 4)
 
     def seconds(width: int, count: int) -> float:
         some = weight[:count, :width]
         if whole:
             layer = with_filters(module, some, bias[:count])
             return sum(seconds_of_layer(layer, kind) for kind in kinds)
-        channels = count if alone else width * module.groups
+        channels = width * max(1, count * groups // len(weight))
         return sum(
             seconds_of(Convolution(module, some, bias[:count], channels, kind["channels_last"]), kind) for kind in kinds
         )

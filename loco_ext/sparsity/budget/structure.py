@@ -17,7 +17,7 @@ from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.layer_time import LayerTime, time_layer
 from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
-from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
+from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels, unite_groups
 from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.describe import kept_channels, pixels_of, samples_of
@@ -266,9 +266,10 @@ def structure_of(
         for parameter in graph.parameters():
             parameter.fill_(_NONZERO)
     channels = classes_of_channels(Channels(graph, {}, False, False))
+    _keep_groups_whole(channels)
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
-    fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))
+    fixed = channels.sets.needed(numbers)
     layers, norms = list[PrunableLayer](), list[tuple[Any, Integers]]()
     samples = samples_of(channels.graph)
     for node, value in channels.values.items():
@@ -313,6 +314,14 @@ def structure_of(
         if name not in own:
             raise ValueError(f"skip: expected names of the model's modules, got {name!r}")
     return structure
+
+
+def _keep_groups_whole(channels: Channels) -> None:
+    """Keep or remove all channels of a convolution's group together, as all groups that are left must be as large."""
+    for node, layer in channels.layers.items():
+        if layer.groups > 1:
+            sides = [value.ids.reshape(layer.groups, -1) for value in (layer.source, channels.values[node])]
+            unite_groups(channels, np.concatenate(sides, 1))
 
 
 def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:

@@ -220,7 +220,7 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
     if role is Role.PER_CHANNEL:
         _need_in_order(channels, node, [channels.values[x] for x in info.read_whole(node) if x in channels.values])
         if type(norm := info.module(node)) is nn.GroupNorm:
-            _unite_groups(channels, source.ids.reshape(norm.num_groups, -1))
+            unite_groups(channels, source.ids.reshape(norm.num_groups, -1))
         return Value(source.ids, after_channel_operation(info, node, source.constants))
     if role is Role.TAKE:
         taken = info.taken(node)
@@ -234,12 +234,12 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
     before, after = channels.sources(node)[0].meta["shape"][1], node.meta["shape"][1]
     if role is Role.SHUFFLE:
         ids, constants = source.ids.reshape(after, -1), source.constants.reshape(after, -1)
-        _unite_groups(channels, ids)
+        unite_groups(channels, ids)
         return Value(ids[:, 0], np.where((constants == constants[:, :1]).all(1), constants[:, 0], np.nan))
     return Value(np.repeat(source.ids, after // before), np.repeat(source.constants, after // before))
 
 
-def _unite_groups(channels: Channels, ids: Integers) -> None:
+def unite_groups(channels: Channels, ids: Integers) -> None:
     """Keep or remove each group together; ``ids`` are the channels, [groups, channels of a group]."""
     channels.sets.unite(np.repeat(ids[:, 0], ids.shape[1]), ids.reshape(-1))
 

@@ -36,7 +36,7 @@ def test_times_are_linear_in_the_inputs_and_those_of_the_next_number_of_filters(
         (nn.Conv2d(6, 20, 3), (2, 6, 9, 9), [2, 4, 6, 6], [4, 8, 12, 16, 20, 20, 20, 20]),
         (nn.Conv1d(1, 3, 3, padding="same"), (6, 9), [1] * 4, [1, 2, 3, 3, 3, 3, 3, 3]),
         (nn.Conv3d(4, 4, 2, groups=4, padding_mode="circular"), (1, 4, 3, 3, 3), [1] * 4, [1, 2, 3, 4, 4, 4, 4, 4]),
-        (nn.Conv2d(8, 6, 3, groups=2, bias=False), (1, 8, 5, 5), [4] * 4, [6] * 8),
+        (nn.Conv2d(8, 6, 3, groups=2, bias=False), (1, 8, 5, 5), [4] * 4, [3, 6, 6, 6, 6, 6, 6, 6]),
         (nn.ConvTranspose2d(6, 20, 3, 2, bias=False), (2, 6, 9, 9), [2, 4, 6, 6], [4, 8, 12, 16, 20, 20, 20, 20]),
         (nn.Linear(7, 64), (2, 3, 7), [2, 4, 6, 7], [8, 16, 24, 32, 40, 48, 56, 64]),
     ],

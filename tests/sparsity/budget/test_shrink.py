@@ -233,15 +233,29 @@ def test_what_torch_cannot_count_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.notes["MACs"] == "those outside of these layers are not counted: heads differ"
 
 
-@pytest.mark.parametrize(("groups", "share"), [(16, 0.5), (2, 0.9)])
-def test_filters_of_convolutions_with_groups_have_one_size(groups: int, share: float) -> None:
-    grouped = nn.Conv2d(16, 16, 5, padding=2, groups=groups)
-    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), grouped, nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
-    smaller, report = sparsity.shrink_to(model, X, macs=share, importance="norm")
-    weight = smaller.get_submodule("2").weight
-    assert weight.shape[2:] == (5, 5)
-    assert weight.count_nonzero() == weight.numel()
-    assert report.layers[1].macs_after == report.layers[1].macs_executed
+@pytest.mark.parametrize(("groups", "filters"), [(16, 16), (4, 16), (4, 8), (8, 48), (2, 4)])
+def test_convolutions_lose_whole_groups(groups: int, filters: int) -> None:
+    grouped = nn.Conv2d(16, filters, 5, padding=2, groups=groups)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), grouped, nn.ReLU(), nn.Conv2d(filters, 8, 3)).eval()
+
+    def by_group(name: str, weight: Tensor) -> Tensor:  # the last ones are the most important
+        count = torch.arange(len(weight)) * groups // len(weight)
+        return (count + 1.0)[:, None].expand(-1, 3 if name == "4" else 1)  # rings: the others' filters have one size
+
+    smaller, report = sparsity.shrink_to(model, X, macs=0.5, importance=by_group, skip=["4"])
+    left: Any = smaller.get_submodule("2")
+    kept, (height, width) = left.groups, (filters // groups, 16 // groups)
+    assert 0 < kept < groups
+    assert left.weight.shape == (kept * height, width, 5, 5)
+    assert report.layers[0].filters_after == kept * width
+    of_a_group = 81 * (3 * width + 25 * width * height) + 49 * 9 * 8 * height
+    assert report.macs_before == groups * of_a_group
+    assert report.macs_after == kept * of_a_group <= 0.5 * report.macs_before < report.macs_after + of_a_group
+    for layer, size in ((model[0], width), (model[2], height)):
+        for parameter in layer.parameters():
+            parameter.data[: (groups - kept) * size] = 0
+    x = torch.randn(2, *IMAGE)
+    torch.testing.assert_close(smaller(x), model(x))
 
 
 def test_in_inference_mode_the_result_can_be_trained_with_its_batch_norms_in_the_mode_of_the_model() -> None:
