@@ -2,7 +2,7 @@
 
     python -m studies.budget_cifar10 --data DIR      takes many hours on one core; adds to studies/results/
     python -m studies.budget_cifar10 --data DIR --images 10000      takes some two hours
-    python -m studies.budget_cifar10 --data DIR --images 10000 --attention --runs runs/budget_attention
+    python -m studies.budget_cifar10 --data DIR --images 10000 --branches attention --runs runs/budget_attention
     python -m studies.budget_cifar10 --data DIR --time      then measures latencies, on a CPU that is quiet
 
 All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
@@ -14,7 +14,9 @@ Ways that are *distilled* learn the outputs of the dense network as well, which 
 same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
 networks learn from it in all epochs, those that are pruned at the cut in the epochs after it.
 
-With ``--attention``, each residual branch ends with attention to channels.
+With ``--branches attention``, each residual branch ends with attention to channels. With ``--branches groups``,
+networks are twice as wide, and a branch is a 1x1 convolution, one of 3x3 in groups of four channels, and a 1x1
+convolution, as in ResNeXt (Xie et al., 2017).
 """
 
 import copy
@@ -56,6 +58,8 @@ TIMED = {1: "1 image", 64: "64 images"}
 EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
 PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
 CPU = torch.device("cpu")
+PLAIN = "convolutions"
+BRANCHES = (PLAIN, "attention", "groups")
 
 
 class Attention(nn.Module):
@@ -71,6 +75,19 @@ class Attention(nn.Module):
         return x * torch.sigmoid(gates)[:, :, None, None]
 
 
+def grouped(residual: nn.Sequential) -> nn.Sequential:
+    """Return a branch of ResNeXt's kind in place of two convolutions, with as many channels before and after."""
+    first: Any = residual[0]
+    last: Any = residual[-1]
+    inner = 4 * max(1, round(last.num_features / 4))
+    options: dict[str, Any] = {"padding": 1, "stride": first.stride, "groups": inner // 4, "bias": False}
+    return nn.Sequential(
+        *(nn.Conv2d(first.in_channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+        *(nn.Conv2d(inner, inner, 3, **options), nn.BatchNorm2d(inner), nn.ReLU()),
+        *(nn.Conv2d(inner, last.num_features, 1, bias=False), nn.BatchNorm2d(last.num_features)),
+    )
+
+
 @dataclass(frozen=True)
 class Study:
     """The training that all networks have in common."""
@@ -80,11 +97,11 @@ class Study:
     model: str
     epochs: int
     device: torch.device = CPU
-    attention: bool = False
+    branches: str = PLAIN
 
     def training(self, seed: int = 0, width: float = 1.0) -> settings.Settings:
         values = {"model": self.model, "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
-        return settings.from_preset("quick", **values, seed=seed, width=width)
+        return settings.from_preset("quick", **values, seed=seed, width=width * (2 if self.branches == "groups" else 1))
 
     @property
     def cut(self) -> int:
@@ -100,8 +117,10 @@ class Study:
         network = make_model(self.training(seed, width), self.dataset)
         torch.manual_seed(seed)
         for name, module in list(network.named_modules()):
-            if self.attention and isinstance(module, ResidualBlock):
+            if isinstance(module, ResidualBlock) and self.branches == "attention":
                 module.residual.append(Attention(module.residual[-1].num_features))  # type: ignore[arg-type]
+            if isinstance(module, ResidualBlock) and self.branches == "groups":
+                module.residual = grouped(module.residual)
             if not isinstance(module, nn.Conv2d):
                 continue
             options: dict[str, Any] = {"bias": False}
@@ -430,19 +449,21 @@ def main(
     images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 50_000,
     ways: Annotated[str, typer.Option(help="Ways to train, separated by semicolons; all if empty.")] = "",
     device: Device = "cpu",
-    attention: Annotated[bool, typer.Option(help="Residual branches end with attention to channels.")] = False,
+    branches: Annotated[str, typer.Option(help="Residual branches: convolutions, attention or groups.")] = PLAIN,
     time: Annotated[bool, typer.Option("--time", help="Time the trained networks, on the CPU; train none.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
     trained_on = CPU if time else torch.device(device)
-    study = Study(load("cifar10", data).first(images), runs, model, epochs, trained_on, attention)
-    name = f"budget_cifar10-{model}-{images}-{epochs}{'-attention' if attention else ''}.json"
+    study = Study(load("cifar10", data).first(images), runs, model, epochs, trained_on, branches)
+    if branches not in BRANCHES:
+        raise typer.BadParameter(f"branches: expected one of {BRANCHES}, got {branches!r}")
+    name = f"budget_cifar10-{model}-{images}-{epochs}{'' if branches == PLAIN else f'-{branches}'}.json"
     out = out or tables.RESULTS / name
     chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
     if unknown := [way for way in chosen if way not in WAYS]:
         raise typer.BadParameter(f"ways: expected some of {list(WAYS)}, got {unknown}")
-    facts = {"settings": asdict(study.training()), "training_samples": images, "attention": attention}
+    facts = {"settings": asdict(study.training()), "training_samples": images, "branches": branches}
     results = ResultFile("budget_cifar10", out, lambda networks: {"arms": summary(networks)}, **facts)
 
     with owned(runs):

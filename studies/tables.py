@@ -350,8 +350,9 @@ def budget_cifar10(report: Record) -> list[Table]:
         latencies = _ratios(arm)
         row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", *compared, str(arm["networks"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
+    branches = report.get("branches", "convolutions")
     title = (
-        f"CIFAR-10, {settings['model']}{' with attention' if report.get('attention') else ''}, "
+        f"CIFAR-10, {settings['model']}{'' if branches == 'convolutions' else f' with {branches}'}, "
         f"{report['training_samples']:,} training images, {settings['epochs']} epochs: "
         "test error in percent, mean over runs; paired differences from uniform width (distilled if the way is, "
         f"from the dense network for 100%) and from {PEER}, mean and standard error, of one pair the difference; MACs "

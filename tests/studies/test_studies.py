@@ -182,7 +182,7 @@ def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(
     few_images(monkeypatch, budget_cifar10, 40, 16, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
     out = tmp_path / "budget_cifar10-x.json"
     options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "ways": "", "device": "cpu"}
-    options["attention"] = True
+    options["branches"] = "attention"
     names = ("dense", "uniform width", "shrink_to", "Budget", "shrink_to, distilled")
     names += ("Torch-Pruning, local",) if HAS_PEER else ()
     ways = {name: replace(budget_cifar10.WAYS[name], shares=(1.0 if name == "dense" else 0.5,)) for name in names}
