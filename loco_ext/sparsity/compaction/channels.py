@@ -231,6 +231,8 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
         ahead, behind = added_channels(node) or (0, 0)
         numbers = np.concatenate([channels.sets.new(ahead), source.ids, channels.sets.new(behind)])
         return Value(numbers, np.pad(source.constants, (ahead, behind)))
+    if role is Role.MEAN:
+        return Value(channels.sets.new(1), np.full(1, np.nan))
     before, after = channels.sources(node)[0].meta["shape"][1], node.meta["shape"][1]
     if role is Role.SHUFFLE:
         ids, constants = source.ids.reshape(after, -1), source.constants.reshape(after, -1)
@@ -313,6 +315,9 @@ def _need(channels: Channels, node: fx.Node) -> bool:
         other = channels.values[sources[channels.scatter[node.name]]]
         wanted = channels.needed(node) & other.varies
         return sets.need(other.ids[wanted], f"read by {node.name}")
+    if channels.role(node) is Role.MEAN and channels.needed(node).any():
+        read = channels.values[sources[0]]
+        return sets.need(read.ids[read.varies if read.varies.any() else [0]], f"read by {node.name}")
     layer = channels.layers.get(node)
     if layer is None:
         return False

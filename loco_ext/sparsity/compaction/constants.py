@@ -122,6 +122,8 @@ def after_arithmetic(name: str, one: Floats, other: Floats) -> Floats:
         constants = _finite(_NUMPY[name](one, other))
     if name == "mul":  # 0 times anything is 0, as for a filter of zeros
         constants = np.where((one == 0) | (other == 0), 0.0, constants)
+    if name == "div":  # a divisor that varies is taken to be other than 0
+        constants = np.where((one == 0) & np.isnan(other), 0.0, constants)
     return constants
 
 

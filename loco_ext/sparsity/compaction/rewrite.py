@@ -92,6 +92,7 @@ class Rewriter:
             Role.FLATTEN: self._split,
             Role.SHUFFLE: self._shuffle,
             Role.UNSHUFFLE: self._split,
+            Role.MEAN: self._mean,
         }[role]
         self._new[node] = add(node, sources)
 
@@ -223,15 +224,15 @@ class Rewriter:
         return self._graph.call_function(getattr(torch, str(self._channels.info.arithmetic(node))), operands)
 
     def _cat(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        parts, kept, offset = [], [], 0
+        parts, kept, offset, axis = [], [], 0, self._axis(node)
         for part in node.args[0]:  # type: ignore[union-attr]
             assert isinstance(part, fx.Node)
             kept += [offset + c for c in self._kept[part]]
-            offset += part.meta["shape"][1]
+            offset += part.meta["shape"][axis]
             if self._kept[part]:
                 parts.append(self._new[part])
         self._kept[node] = kept
-        return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
+        return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, axis))
 
     def _widen(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         """Add the channels of zeros that are kept."""
@@ -274,6 +275,22 @@ class Rewriter:
         parts = node.meta["shape"][1] // sources[0].meta["shape"][1]
         self._kept[node] = [c * parts + p for c in self._kept[sources[0]] for p in range(parts)]
         return self._graph.node_copy(node, self._new.__getitem__)
+
+    def _mean(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Take the mean of the channels that are needed, and correct it for the constants of all others."""
+        (source,) = sources
+        kept, constants = self._kept[source], self._channels.values[source].constants
+        needed = self._channels.needed(source)
+        read, parts = self._new[source], [place for place, c in enumerate(kept) if needed[c]]
+        if len(parts) < len(kept):
+            index = torch.tensor(parts, device=source.meta["device"])
+            read = self._take_channels(read, self._constant(node, "index", index), self._axis(source))
+        result = self._graph.node_copy(node, {source: read}.__getitem__)
+        if len(parts) < len(needed):
+            result = self._graph.call_function(torch.mul, (result, len(parts) / len(needed)))
+        if rest := float(np.nan_to_num(constants[~needed]).sum()) / len(needed):
+            result = self._graph.call_function(torch.add, (result, rest))
+        return result
 
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:
         shape = [1] * len(like.meta["shape"])

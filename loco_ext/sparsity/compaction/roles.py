@@ -48,6 +48,7 @@ class Role(Enum):
     FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
     SHUFFLE = "shuffle"  # makes the pixels of each channel from those of several
     UNSHUFFLE = "unshuffle"  # makes several channels from the pixels of each
+    MEAN = "mean"  # makes one channel, the mean of all
     SIZE = "size"  # reads sizes of other axes, or what does not depend on channels
     OTHER = "other"  # nothing is known about the channels
 
@@ -274,11 +275,13 @@ class GraphInfo:
         if self.arithmetic(node):
             return self._role_of_arithmetic(node, sources)
         if name == "cat":
-            return Role.CAT if _is_cat_of_channels(node) and all(self.axis(x) == 1 for x in sources) else Role.OTHER
+            return Role.CAT if all(_is_cat_along(node, self.axis(x)) for x in sources) else Role.OTHER
         if not node.args or node.args[0] is not source or len(sources) > 1:
             return Role.OTHER
         if self._moved(node, source) is not None:
             return Role.PER_CHANNEL if name in _REDUCTIONS else Role.MOVE
+        if _is_mean_of_channels(node, name, self.axis(source)):
+            return Role.MEAN
         if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1 and not _is_root(node, name):
             return Role.PER_CHANNEL
         if name in CASTS and node.meta["dtype"].is_floating_point:  # to a dtype that may be read from another tensor
@@ -332,13 +335,14 @@ class GraphInfo:
         """Return the operand of arithmetic that alone has channels; None if there is none.
 
         The other is broadcast along them, or is a tensor of a module with one number for each. Also None where a
-        channel of zeros would depend on the input afterwards: only factors may be other than such numbers.
+        channel of zeros would depend on the input afterwards: only factors and divisors may be other than such numbers.
         """
         name, found = self.arithmetic(node), []
         for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
             place = self.axis(one) - rank(one) + rank(other)
             alone = place < 0 or self.sizes.number(other, place) == 1 or self._is_by_channel(other, one)
-            if rank(one) == rank(node) and alone and (name == "mul" or not np.isnan(self.numbers_of(other, one)).any()):
+            scales = name == "mul" or (name == "div" and node.args[0] is one)
+            if rank(one) == rank(node) and alone and (scales or not np.isnan(self.numbers_of(other, one)).any()):
                 found.append(one)
         return found[0] if len(found) == 1 else None
 
@@ -363,7 +367,7 @@ class GraphInfo:
         if node.target is operator.getitem and isinstance(node.args[1], int) and self._splits_channels(source):
             whole: Any = source.args[0]
             split = getattr(torch, operation(source, self.modules))
-            parts = split(torch.arange(whole.meta["shape"][1]), *source.args[1:2])
+            parts = split(torch.arange(whole.meta["shape"][self.axis(whole)]), *source.args[1:2])
             return np.asarray(parts[node.args[1]])
         count = self.channels(source)
         if count is None or rank(node) != rank(source):
@@ -402,11 +406,9 @@ class GraphInfo:
         source: Any = node.args[0] if node.args else None
         if operation(node, self.modules) not in ("chunk", "split") or node.all_input_nodes != [source]:
             return False
-        dims = len(source.meta.get("shape", ()))
-        axis = argument(node, 2, "dim", 0)
-        plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"}
-        along_1 = dims > 1 and self.axis(source) == 1
-        return plain and along_1 and self.channels(source) is not None and axis in (1, 1 - dims)
+        dims, axis = len(source.meta.get("shape", ())), argument(node, 2, "dim", 0)
+        plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"} and isinstance(axis, int)
+        return plain and dims > 1 and self.channels(source) is not None and axis % dims == self.axis(source)
 
 
 def rank(node: fx.Node) -> int:
@@ -433,11 +435,11 @@ def _may_be_called_again(module: Any) -> bool:
     return type(module) in (*TRANSPOSED, *NORMS, nn.Linear, nn.PReLU)
 
 
-def _is_cat_of_channels(node: fx.Node) -> bool:
-    """Return whether the node concatenates tensors along axis 1."""
+def _is_cat_along(node: fx.Node, axis: int) -> bool:
+    """Return whether the node concatenates tensors along this axis."""
     dim = argument(node, 1, "dim", 0)
     dims, parts = rank(node), node.args[0] if node.args else None
-    if dim not in (1, 1 - dims) or not isinstance(parts, list | tuple):
+    if dim not in (axis, axis - dims) or not isinstance(parts, list | tuple):
         return False
     return all(isinstance(part, fx.Node) and rank(part) == dims for part in parts)
 
@@ -460,6 +462,12 @@ def _is_crop(node: fx.Node) -> bool:
     if place[:1] == (...,):
         return len(place) <= rank(source) - 1 and all(isinstance(part, slice) for part in place[1:])
     return place[:2] == (slice(None), slice(None)) and all(isinstance(part, slice) for part in place)
+
+
+def _is_mean_of_channels(node: fx.Node, name: str, axis: int) -> bool:
+    """Return whether the node takes the mean over the channels, and perhaps pixels, and keeps their axes."""
+    kept = argument(node, 2, "keepdim") is True and set(node.kwargs) <= {"dim", "keepdim"}
+    return name == "mean" and kept and axis in (numbered_axes(argument(node, 1, "dim"), rank(node)) or ())
 
 
 def is_padding(node: fx.Node) -> bool:
