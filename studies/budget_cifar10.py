@@ -14,9 +14,9 @@ Ways that are *distilled* learn the outputs of the dense network as well, which 
 same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
 networks learn from it in all epochs, those that are pruned at the cut in the epochs after it.
 
-With ``--branches attention``, each residual branch ends with attention to channels. With ``--branches groups``,
-networks are twice as wide, and a branch is a 1x1 convolution, one of 3x3 in groups of four channels, and a 1x1
-convolution, as in ResNeXt (Xie et al., 2017).
+With ``--branches attention``, each residual branch ends with attention to channels. With ``--branches groups``, a
+branch is a 1x1 convolution, one of 3x3 in groups of four channels, and a 1x1 convolution, as in ResNeXt (Xie et al.,
+2017).
 """
 
 import copy
@@ -101,7 +101,7 @@ class Study:
 
     def training(self, seed: int = 0, width: float = 1.0) -> settings.Settings:
         values = {"model": self.model, "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
-        return settings.from_preset("quick", **values, seed=seed, width=width * (2 if self.branches == "groups" else 1))
+        return settings.from_preset("quick", **values, seed=seed, width=width)
 
     @property
     def cut(self) -> int:

@@ -1,6 +1,5 @@
 """Paths between two models: linear in the weights, along a trained string, or between the outputs."""
 
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from loco_ext import compiler
 from loco_ext.analysis.curvature import Batches, Loss, batch_loss, check_data
 from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
-from loco_ext.fx.modules import device_of
+from loco_ext.fx.modules import copied, device_of
 from loco_ext.regularizers.evaluation import measuring
 
 METHODS = ("linear", "string", "outputs")
@@ -80,7 +79,7 @@ def interpolate(
     check_count("points", points, 2)
     alphas = [place / (points - 1) for place in range(points)]
     if method == "outputs":
-        ends = copy.deepcopy(first), copy.deepcopy(second)
+        ends = copied(first), copied(second)
         mean = MeanOutputs if _takes_one_input(first) else MeanOutputsOfSeveral
         return ((alpha, mean(*ends, alpha).eval()) for alpha in alphas)
     _check_alike(first, second)
@@ -95,7 +94,7 @@ def interpolate(
     if stiffness >= 0.5:
         raise ValueError(f"stiffness: expected less than 0.5, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
-    model = copy.deepcopy(first).eval()
+    model = copied(first).eval()
     with measuring(model, device_of(model)):
         for step in range(steps):
             batch = data[step % len(data)]
@@ -159,7 +158,7 @@ def _between(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 @torch.inference_mode(False)
 def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> Iterator[tuple[float, nn.Module]]:
-    model = copy.deepcopy(first).eval()
+    model = copied(first).eval()
     for alpha, state in zip(alphas, states, strict=True):
         for name, tensor in _tensors(model).items():
             tensor.copy_(state[name])

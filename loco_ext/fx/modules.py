@@ -1,11 +1,13 @@
 """Submodules of a model by their dotted names, and what several modules of this package ask of one."""
 
+import copy
 from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils import _pytree
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -30,6 +32,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
         return unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
+    return copy.deepcopy(model, computed_tensors(model))
+
+
+def computed_tensors(model: nn.Module) -> dict[int, Any]:
+    """Return copies of the computed tensors that modules hold, without their history, as a memo for a deep copy."""
+    attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
+    return {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def device_of(model: nn.Module) -> torch.device:

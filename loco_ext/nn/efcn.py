@@ -1,6 +1,5 @@
 """Replacement of a network's convolutions by locally connected layers: the network's eFCN."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from loco_ext.argument_checks import check_choice, check_count, check_module
+from loco_ext.fx.modules import copied
 from loco_ext.geometry import ConvGeometry, values_bytes
 from loco_ext.nn.find_convolutions import find_convolutions
 from loco_ext.nn.free_memory import free_memory
@@ -94,7 +94,7 @@ def to_efcn(
             size, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
         )
     _check_memory(model, geometries, relax, memory_limit)
-    result = copy.deepcopy(model)
+    result = copied(model)
     _check_references(result, list(geometries))
     for name, geometry in geometries.items():
         conv = result.get_submodule(name)

@@ -1,6 +1,5 @@
 """Search for the convolutions that a model calls, and for the sizes of their inputs, by one run on an example."""
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.modules import copied, is_hooked
 
 _FUNCTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
 
@@ -38,7 +37,7 @@ def find_convolutions(
     for name, module in chosen.items():
         _check(name, module)
     _check_sharing(model, chosen)
-    run = _Run(copy.deepcopy(model).eval(), list(chosen))
+    run = _Run(copied(model).eval(), list(chosen))
     run(inputs)
     if layers is None and run.functions:
         function, caller = run.functions[0]

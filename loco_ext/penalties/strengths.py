@@ -1,6 +1,5 @@
 """The least strengths at which penalties leave nothing of a model."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from loco_ext.fx.modules import copied
 from loco_ext.nn.computed import check_plain, is_convolution, weight_of
 from loco_ext.penalties.group import GroupPenalty
 from loco_ext.penalties.penalty_checks import check_convolution
@@ -103,7 +103,7 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
     """
     check_plain(model)
     _check_power(penalty)
-    model = copy.deepcopy(model)
+    model = copied(model)
     layers = convolutions(model)
     if not layers:
         raise ValueError("model: expected at least one convolution, found none")

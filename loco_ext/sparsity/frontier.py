@@ -1,6 +1,5 @@
 """The path of penalty strengths: quality and cost of a network for increasingly strong penalties."""
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from loco_ext.argument_checks import check_choice, check_count, check_number
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.errors import first_line
 from loco_ext.folders import owned
+from loco_ext.fx.modules import copied
 from loco_ext.nn.computed import check_plain
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
@@ -216,7 +216,7 @@ def frontier(
         current = model
         for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
             chosen = replace(penalty, strength=strength)
-            current = store.trained(f"point-{i:02d}", copy.deepcopy(model if path == "dense" else current), fit, chosen)
+            current = store.trained(f"point-{i:02d}", copied(model if path == "dense" else current), fit, chosen)
             to_come = 0 if path == "dense" else len(strengths) - 1 - i
             result.points.extend(
                 measure(current, chosen, tau, f"point-{i:02d}-{j}", to_come) for j, tau in enumerate(map(float, taus))
@@ -263,7 +263,7 @@ def _search(
 
     def empty(strength: float) -> bool:
         def left_nothing() -> dict[str, Any]:
-            trained = copy.deepcopy(model)
+            trained = copied(model)
             fit(trained, replace(penalty, strength=strength))
             zero_dead_filters(trained)
             return {"strength": strength, "empty": is_empty(trained)}
@@ -299,7 +299,7 @@ class _Measure:
         return FrontierPoint(**{PRESENT_NAMES.get(key, key): value for key, value in record.items()})
 
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
-        kept = copy.deepcopy(model)
+        kept = copied(model)
         kernels = {}
         penalties: dict[str, Any] = folded_penalties(kept, penalty) if self.folded and tau > 0 else {}
         with torch.no_grad():

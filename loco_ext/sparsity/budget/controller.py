@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from loco_ext.argument_checks import check_choice, check_count
+from loco_ext.fx.modules import computed_tensors
 from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.layer_time import LayerTime
@@ -15,7 +16,7 @@ from loco_ext.sparsity.budget.penalty import CostPenalty
 from loco_ext.sparsity.budget.shrink import BudgetSearch, check_budget, least_filters
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Masks, structure_of
-from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
+from loco_ext.sparsity.compaction.compact import check_inputs, unwrapped
 
 Shared = TypeVar("Shared")
 

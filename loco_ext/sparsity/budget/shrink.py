@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number
+from loco_ext.fx.modules import computed_tensors, copied
 from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
-from loco_ext.sparsity.compaction.compact import check_inputs, compacted, copied, take_modes, unwrapped
+from loco_ext.sparsity.compaction.compact import check_inputs, compacted, take_modes, unwrapped
 
 _MOST_TRIES = 12
 _ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
@@ -258,7 +259,7 @@ class BudgetSearch:
 
     def _network(self, sizes: Sizes) -> tuple[nn.Module, Report]:
         """Return the network that is left of sizes, and its report; for a latency, it is the model with zeros."""
-        model, structure = copy.deepcopy((self.model, self.structure))
+        model, structure = copy.deepcopy((self.model, self.structure), computed_tensors(self.model))
         structure.masks(sizes).apply()
         if self.cost == "latency":  # timed as it will run, with folded batch norms
             return model, compact(model, self.inputs)[1]

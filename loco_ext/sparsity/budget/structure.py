@@ -12,13 +12,12 @@ from torch import Tensor, fx, nn
 from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
 from loco_ext.errors import first_line
-from loco_ext.fx.modules import unwrapped
+from loco_ext.fx.modules import copied, unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.layer_time import LayerTime, time_layer
 from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels, unite_groups
-from loco_ext.sparsity.compaction.compact import copied
 from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.describe import kept_channels, pixels_of, samples_of
 from loco_ext.sparsity.compaction.disjoint_set import Integers

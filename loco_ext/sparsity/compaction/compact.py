@@ -1,6 +1,5 @@
 """Compaction of a network to a smaller one with the same outputs."""
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -8,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree
 
 from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.errors import first_line
 from loco_ext.fx.branches import BranchError, same_as_on_example
-from loco_ext.fx.modules import device_of, unwrapped
+from loco_ext.fx.modules import copied, device_of, unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.optim.sharding import is_sharded
@@ -273,17 +271,6 @@ def _select(
 def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
     _log.info("timing %d versions of the network, %g seconds", len(networks), budget)
     return costs.latencies([partial(network, *inputs) for network in networks], device_of(networks[0]), budget)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
-    return copy.deepcopy(model, computed_tensors(model))
-
-
-def computed_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return copies of the computed tensors that modules hold, without their history, as a memo for a deep copy."""
-    attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
-    return {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:

@@ -284,6 +284,16 @@ def test_two_functional_layers_of_one_module() -> None:
     assert smaller(x).shape == (4, 10)
 
 
+def test_models_may_keep_what_they_computed() -> None:
+    def function(net: Any, x: Tensor) -> Tensor:
+        net.features = F.relu(net.first(x))  # for a caller to look at
+        return net.last(net.features).mean((2, 3))
+
+    model = Network(function, first=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1))
+    _, report = sparsity.shrink_to(model, X, macs=0.5, batches=batches())
+    assert report.macs_executed <= 0.5 * report.macs_before
+
+
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_batches_have_as_many_inputs_as_the_example(kind: type) -> None:
     model = Two(lambda net, x, added: net.network(x) + added, network=network("plain"))
