@@ -145,8 +145,15 @@ def make_budget(
     weights = {name: getattr(module, "weight", None) for name, module in unwrapped(model).named_modules()}
     # Layers that do not train have no gradients, by which their filters could be compared.
     options["skip"] = [name for name, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
-    try:
+    with _budget_errors():
         return Budget(model, optimizer, begin=begin, end=end + 1, **options)
+
+
+@contextmanager
+def _budget_errors() -> Iterator[None]:
+    """Raise SettingsError for an error of a budget, which cannot be met, inside the ``with``."""
+    try:
+        yield
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
@@ -310,7 +317,8 @@ def train_epoch(
             objective = objective + extra
         precision.step(objective if term is None else objective + term(), optimizer)
         if budget is not None:
-            budget.step()
+            with _budget_errors():
+                budget.step()
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())
         counts.append(len(labels))

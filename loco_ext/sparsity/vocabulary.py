@@ -62,11 +62,11 @@ _OPERATIONS = (
     "local_response_norm log log_softmax logsigmoid logsumexp long lp_pool1d lp_pool2d lp_pool3d lt masked_fill matmul "
     "max max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices "
     "maximum mean min minimum mish movedim mul mul_ narrow ne neg new_ones new_zeros norm normalize numel ones "
-    "ones_like pad permute pixel_shuffle pixel_unshuffle pow prelu prod reciprocal relu relu6 relu_ repeat "
-    "repeat_interleave reshape rms_norm roll round rrelu rsqrt rsub scaled_dot_product_attention select selu sigmoid "
-    "sigmoid_ sign silu sin size softmax softmin softplus softshrink softsign split sqrt square squeeze stack std sub "
-    "sub_ sum swapaxes t tanh tanh_ tanhshrink threshold tile to transpose type_as unbind unflatten unfold unsqueeze "
-    "upsample var view view_as where zeros zeros_like _assert"
+    "ones_like pad permute pixel_shuffle pixel_unshuffle pow prelu prod rand_like randn_like reciprocal relu "
+    "relu6 relu_ repeat repeat_interleave reshape rms_norm roll round rrelu rsqrt rsub scaled_dot_product_attention "
+    "select selu sigmoid sigmoid_ sign silu sin size softmax softmin softplus softshrink softsign split sqrt square "
+    "squeeze stack std sub sub_ sum swapaxes t tanh tanh_ tanhshrink threshold tile to transpose type_as unbind "
+    "unflatten unfold unsqueeze upsample var view view_as where zeros zeros_like _assert"
 )
 GETATTR = "builtins.getattr"
 ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # attributes that getattr may read

@@ -237,6 +237,8 @@ def test_bad_arguments_are_named() -> None:
         sparsity.compact("model", x)
     with pytest.raises(ValueError, match=r"cost: expected one of 'measured', 'macs', got 'fast'"):
         sparsity.compact(model, x, cost="fast")
+    with pytest.raises(ValueError, match=r"model: expected initialised parameters, got lazy ones; run the model once"):
+        sparsity.compact(nn.LazyConv2d(4, 3), x)
     with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, or a tuple with one, got int"):
         sparsity.compact(model, 3)
     with pytest.raises(TypeError, match=r"example_inputs: .* with one, got a tuple of dict$"):

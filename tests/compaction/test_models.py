@@ -195,6 +195,23 @@ def test_a_graph_that_is_not_the_model_is_not_believed() -> None:
     same(network, model, IMAGES[1])
 
 
+def test_models_that_draw_random_numbers_shrink(tmp_path: Path) -> None:
+    def latent(net: Network, x: Tensor) -> Tensor:
+        mean = net.encoder(x).relu().mean((2, 3))
+        return net.decoder(mean + torch.randn_like(mean))
+
+    model = Network(latent, encoder=nn.Sequential(convolution(3, 8), convolution(8, 4)), decoder=nn.Linear(4, 2))
+    strike(model, sizes=0.0).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="macs")
+    assert report.layers[0].filters_after < 8
+    sparsity.save(network, tmp_path)
+    results = []
+    for each in (model, network, sparsity.load(tmp_path)):
+        torch.manual_seed(5)
+        results.append(each(IMAGES[1]))
+    torch.testing.assert_close(results[1:], results[:1] * 2)
+
+
 def loses_a_write(net: Network, x: Tensor, y: Tensor) -> Tensor:
     y.__setitem__((slice(None), 0), 0.0)
     return y

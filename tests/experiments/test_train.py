@@ -230,6 +230,17 @@ def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
         assert (sizes == {"3x3"}) == (granularity == "filters")
 
 
+def test_a_latency_that_is_missed_at_the_end_is_an_error_of_the_settings(tmp_path, monkeypatch):
+    said = "latency: expected at least 0.6, the least reached, got 0.5"
+
+    def miss(budget):
+        raise ValueError(said)
+
+    monkeypatch.setattr(sparsity.Budget, "_sizes_now", miss)
+    with pytest.raises(SettingsError, match=said):
+        run.run(quick(macs=0.5), few_digits(), tmp_path, CPU)
+
+
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["alone", "wrapped"])
 def test_a_budget_leaves_frozen_layers_whole(tmp_path, wrap):
     setting = quick(macs=0.6)

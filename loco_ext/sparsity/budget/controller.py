@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map_only
 
 from loco_ext.argument_checks import check_choice, check_count
-from loco_ext.fx.modules import computed_tensors
+from loco_ext.fx.modules import computed_tensors, device_of
 from loco_ext.sparsity.budget.choose import within
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.layer_time import LayerTime
@@ -301,9 +302,10 @@ class Budget:
         Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
         """
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
+        inputs = tree_map_only(Tensor, lambda x: x.to(device_of(model)), tuple(self._inputs))  # it may have been moved
         for parameter in model.parameters():
             parameter.masked_fill_(parameter == 0, _NONZERO)
-        return BudgetSearch(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
+        return BudgetSearch(model.eval(), inputs, structure, self._problem(), self.cost, self.share)
 
 
 def _arrays(sizes: Sequence[Tensor]) -> Sizes:

@@ -183,6 +183,7 @@ def by_taylor(
     taylor = Taylor(structure)
     parameters = taylor.parameters()
     required = [parameter.requires_grad for parameter in parameters]
+    batch = None
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -194,6 +195,8 @@ def by_taylor(
     finally:
         for parameter, was in zip(parameters, required, strict=True):
             parameter.requires_grad_(was)
+    if batch is None:
+        raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
     if not taylor.known():
         raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
     if not taylor.has_nonzero():

@@ -18,6 +18,7 @@ from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, compacted, take_modes, unwrapped
+from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 
 _MOST_TRIES = 12
 _ROUNDING = 5e-4  # largest relative rounding error of a number written with four digits
@@ -95,7 +96,7 @@ def shrink_to(
     """
     cost, share = check_budget(macs=macs, parameters=parameters, latency=latency)
     inputs = check_inputs(model, example_inputs)
-    dense = copied(unwrapped(model)).eval()
+    dense = split_mixed_convs(copied(unwrapped(model)).eval())
     structure = structure_of(dense, inputs, kind, granularity, skip)
     rounded, kept = check_count("round_to", round_to, 1), least_filters(structure, least)
     run = dense if len(inputs) == 1 else lambda given: dense(*given)
@@ -149,10 +150,7 @@ def _lost(
         raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batches).__name__}")
     if not callable(loss):
         raise TypeError(f"loss: expected a function of the model's output and targets, got {type(loss).__name__}")
-    several = list(batches)
-    if not several:
-        raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
-    return by_taylor(structure, model, several, loss)
+    return by_taylor(structure, model, batches, loss)
 
 
 class UnreachableError(ValueError):
@@ -196,9 +194,10 @@ class BudgetSearch:
 
     def check(self) -> None:
         """Raise UnreachableError unless the cheapest network meets the budget."""
-        least = self._reached(self._network(self.sizes(0.0))[1])
+        report = self._network(self.sizes(0.0))[1]
+        least = self._reached(report)
         if least > self.share:
-            raise self._unreachable(least)
+            raise self._unreachable(least, report)
 
     def search(self, target: float | None = None, near: float = _NEAR) -> Found:
         """Return a network that meets the budget and loses as little importance as is found.
@@ -244,14 +243,15 @@ class BudgetSearch:
             guess, stuck = min(1.0, target * self.share / reached), found is None and tried >= _GUESSES
             target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if found is None:
-            raise self._unreachable(least)
+            raise self._unreachable(least, report)
         return found
 
-    def _unreachable(self, least: float) -> UnreachableError:
-        """Return the error of a budget that cannot be met; it names the least, rounded up."""
+    def _unreachable(self, least: float, report: Report) -> UnreachableError:
+        """Return the error of a budget that cannot be met; it names the least, rounded up, and why a model stays."""
         least, rest = min(1.0, (1 + _ROUNDING) * least), self.problem.rest / self.problem.whole_cost
         why = f" ({rest:.1%} are outside of layers that can be made smaller)" if rest and self.cost == "macs" else ""
-        return UnreachableError(f"{self.cost}: expected at least {least:.4g}, the least reached{why}, got {self.share}")
+        said = f"{self.cost}: expected at least {least:.4g}, the least reached{why}, got {self.share}"
+        return UnreachableError(f"{said}; the model: {report.notes['model']}" if "model" in report.notes else said)
 
     def sizes(self, target: float) -> Sizes:
         """Return sizes whose count is at most this share of the model's, or the cheapest."""

@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from loco_ext.fx.modules import is_hooked
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction.graph import copies
 
@@ -38,7 +39,7 @@ class Pair:
     def exact(self) -> list[Any] | None:
         """The model's results in float64, flattened; None if the model does not accept float64."""
         try:
-            return _results(copy.deepcopy(self.model).double(), [_converted(x, _to_double) for x in self.inputs])
+            return _leaves(copy.deepcopy(self.model).double(), [_converted(x, _to_double) for x in self.inputs])
         except Exception:  # the model's own code may raise anything for another dtype
             return None
 
@@ -47,7 +48,7 @@ class Pair:
         """The model's results, flattened, and, if it accepts that, those for images in the other memory format."""
         found = [_pytree.tree_leaves(self.expected)]
         with suppress(Exception):  # the model's own code may raise anything for other strides
-            found.append(_results(self.model, [_converted(x, _to_other_format) for x in self.inputs]))
+            found.append(_leaves(self.model, [_converted(x, _to_other_format) for x in self.inputs]))
         return found
 
 
@@ -59,8 +60,7 @@ def is_right(network: nn.Module, pairs: Sequence[Pair]) -> bool:
     format.
     """
     try:
-        with torch.no_grad():
-            return all(_agree(_results(network, copies(pair.inputs)), pair) for pair in pairs)
+        return all(_agree(_leaves(network, pair.inputs), pair) for pair in pairs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return False
 
@@ -99,9 +99,20 @@ def _is_as_exact(x: Tensor, place: int, pair: Pair) -> bool:
     return moved <= _MOST_MOVED * scale and (x.double() - exact).abs().max().item() <= allowed
 
 
-def _results(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
-    with torch.no_grad():
-        return _pytree.tree_leaves(model(*inputs))
+def _leaves(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
+    return _pytree.tree_leaves(results_of(model, inputs))
+
+
+def results_of(model: nn.Module, inputs: Sequence[Any]) -> Any:
+    """Return a model's results for copies of the inputs; every call draws the same random numbers."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        for generator in generators:
+            generator.manual_seed(0)
+        # Unlike a call, the forward of a traced model prints no error that it raises.
+        call = model.forward if isinstance(model, fx.GraphModule) and not is_hooked(model) else model
+        return call(*copies(inputs))
 
 
 def _converted(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:

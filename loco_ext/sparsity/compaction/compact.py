@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.errors import first_line
@@ -16,7 +17,7 @@ from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.optim.sharding import is_sharded
 from loco_ext.sparsity.compaction import cost as costs
-from loco_ext.sparsity.compaction.agreement import Pair, is_right
+from loco_ext.sparsity.compaction.agreement import Pair, is_right, results_of
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.channels_last import in_channels_last
 from loco_ext.sparsity.compaction.compaction_report import Report
@@ -118,8 +119,7 @@ def compacted(
     check_choice("cost", cost, tuple(COSTS))
     costs.clear_timings()
     dense = copied(unwrapped(model)).eval()
-    with torch.no_grad():
-        expected = dense(*copies(inputs))
+    expected = results_of(dense, inputs)
     make_weights_plain(dense)
     example = Pair(dense, list(inputs), expected)
     others = pairs_of_other_sizes(dense, inputs, batch_alone=fixed_size)
@@ -278,8 +278,11 @@ def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:
 
     Raises:
         TypeError: they are none; the model is not a module, or has sharded parameters.
+        ValueError: it has parameters that are not initialised yet.
     """
     check_module("model", model)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise ValueError("model: expected initialised parameters, got lazy ones; run the model once")
     if any(map(is_sharded, model.parameters())):
         raise TypeError(
             "model: expected parameters that are whole, got sharded ones; get_model_state_dict of torch.distributed "

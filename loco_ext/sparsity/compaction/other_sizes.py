@@ -4,12 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from loco_ext.fx.modules import is_hooked
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
-from loco_ext.sparsity.compaction.agreement import Pair
-from loco_ext.sparsity.compaction.graph import copies
+from loco_ext.sparsity.compaction.agreement import Pair, results_of
 
 Axis = tuple[int, int]  # the position of an argument, and one of its axes
 _MOST_RUNS = 40  # calls of the model, which may refuse every other size, and only in its last layer
@@ -107,15 +105,9 @@ class _Search:
             sizes = [change.get((i, axis), size) for axis, size in enumerate(self._shapes.get(i, ()))]
             inputs.append(_draw(x, sizes) if isinstance(x, Tensor) else x)
         try:
-            with torch.no_grad():
-                return Pair(self._model, inputs, _called(self._model, copies(inputs)))
+            return Pair(self._model, inputs, results_of(self._model, inputs))
         except Exception:  # the model's own code may raise anything for inputs that it does not accept
             return None
-
-
-def _called(model: nn.Module, inputs: Sequence[Any]) -> Any:
-    """Return the model's results; unlike a call, its ``forward`` prints no error that a traced model raises."""
-    return (model.forward if isinstance(model, fx.GraphModule) and not is_hooked(model) else model)(*inputs)
 
 
 def _draw(x: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -67,9 +67,10 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, st
 
 
 @needs_gpu
-@pytest.mark.parametrize("method", ["pruning", "penalty"])
-def test_a_network_on_a_gpu_becomes_as_small_and_is_compacted_there(method: str) -> None:
-    model, optimizer, budget = controlled("residual", "cuda", method=method)
+@pytest.mark.parametrize(("method", "begins_on"), [("pruning", "cuda"), ("penalty", "cuda"), ("pruning", "cpu")])
+def test_a_network_on_a_gpu_becomes_as_small_and_is_compacted_there(method: str, begins_on: str) -> None:
+    model, optimizer, budget = controlled("residual", begins_on, method=method)
+    model.cuda()  # as trainers do with a model that they are given
     train(model, optimizer, budget, 14, seed=1)
     x = torch.randn(2, *IMAGE, device="cuda")
     smaller, _ = sparsity.compact(model.eval(), x, cost="macs")

@@ -4,6 +4,9 @@ import copy
 import importlib
 import itertools
 import math
+import random
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +25,7 @@ from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from loco_ext.sparsity.compaction.macs import macs_of
-from tests.compaction.cases import Network, Two
+from tests.compaction.cases import Network, Two, mixed
 from tests.covering import covering, slow
 from tests.sparsity.budget.networks import (
     IMAGE,
@@ -302,6 +305,33 @@ def test_batches_have_as_many_inputs_as_the_example(kind: type) -> None:
     expected, of_one = sparsity.shrink_to(model.network, X, macs=0.5, batches=batches())
     assert report.macs_executed == of_one.macs_executed
     torch.testing.assert_close(smaller(X, torch.zeros(len(X), 4)), expected(X))
+
+
+def test_batches_are_read_one_by_one() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def images() -> Iterator[tuple[Tensor, Tensor]]:
+        for x, target in batches(5):
+            alive.append(weakref.ref(given := x.clone()))
+            assert sum(each() is not None for each in alive) <= 2
+            yield given, target
+            del given
+
+    model = network("plain")
+    found, expected = (sparsity.shrink_to(model, X, macs=0.5, batches=each)[0] for each in (images(), batches(5)))
+    assert len(alive) == 5
+    assert torch.equal(found(X), expected(X))
+
+
+def test_a_network_with_filters_of_several_sizes_in_one_call_shrinks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compact_module.COSTS, "measured", mixed)
+    model = nn.Sequential(conv(3, 12), nn.ReLU(), conv(12, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model[0].weight.data[:5, :, 0] = 0  # type: ignore[index]
+    first, _ = compact_module.compacted(model.eval(), [X], may_stay=False)
+    assert "mixed_conv2d" in first.code
+    smaller, report = sparsity.shrink_to(first, X, macs=0.5, batches=batches())
+    assert macs_of(smaller, [X]) == report.macs_executed <= 0.5 * report.macs_before
+    assert 0.9 * macs_of(first, [X]) < report.macs_before <= macs_of(first, [X])
 
 
 class OwnConvolution(nn.Module):
@@ -584,6 +614,12 @@ def test_models_that_cannot_be_traced_are_refused_with_the_reason_once() -> None
             sparsity.shrink_to(model, X, macs=0.5, importance="norm")
         with pytest.raises(ValueError, match=said + why):
             sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=1, end=2)
+
+
+def test_the_reason_why_a_model_stays_is_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Network(lambda _, x: x + random.random()), nn.Conv2d(8, 4, 3))
+    with pytest.raises(ValueError, match=r"got 0\.2; the model: it stays as it is: the outputs .* would differ"):
+        sparsity.shrink_to(model, X, macs=0.2, importance="norm")
 
 
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
