@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import fx, nn
 
-ARITHMETIC = frozenset(["add", "sub", "mul", "div"])
+ARITHMETIC = frozenset(["add", "sub", "mul", "div", "maximum", "minimum"])  # of two operands, which are broadcast
+# Reductions of some axes, and the places of the arguments "dim" and "keepdim".
+REDUCTIONS = {
+    **dict.fromkeys(["mean", "sum", "amax", "amin"], (1, 2)),
+    **dict.fromkeys(["std", "var"], (1, 3)),
+    **dict.fromkeys(["norm", "linalgvectornorm"], (2, 3)),
+}
 _POINTWISE = (
     "relu relu6 leakyrelu elu selu celu gelu silu mish sigmoid tanh hardswish hardsigmoid hardtanh softplus softsign "
     "logsigmoid tanhshrink softshrink hardshrink threshold abs neg square pow clamp identity contiguous clone "
@@ -14,14 +20,14 @@ _POINTWISE = (
 _OTHERS_KEEPING_SHAPE = (
     "sqrt exp log prelu rrelu softmax logsoftmax softmin softmax2d batchnorm batchnorm1d batchnorm2d batchnorm3d "
     "syncbatchnorm instancenorm instancenorm1d instancenorm2d instancenorm3d groupnorm layernorm rmsnorm "
-    "localresponsenorm normalize channelshuffle flip roll cumsum oneslike"
+    "localresponsenorm normalize channelshuffle flip roll cumsum oneslike bool invert logicalnot"
 )
 CASTS = frozenset(["float", "double", "half", "bfloat16", "to", "typeas"])
 _RETURNING_NEW = (
     "cat mean sum clone relu relu6 leakyrelu elu gelu silu mish sigmoid tanh hardswish hardsigmoid softmax logsoftmax "
     "matmul adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d avgpool1d avgpool2d avgpool3d maxpool2d conv1d "
     "conv2d conv3d linear batchnorm groupnorm instancenorm layernorm rmsnorm stack interpolate pad indexadd "
-    "indexselect takechannels mixedconv2d layernormwithconstants"
+    "indexselect takechannels mixedconv2d layernormwithconstants amax amin max min std var norm where glu"
 )
 POINTWISE = frozenset(_POINTWISE.split())  # each number of the result depends on one number of the input
 KEEPING_SHAPE = POINTWISE | CASTS | frozenset(_OTHERS_KEEPING_SHAPE.split())
@@ -83,6 +89,11 @@ def only_user(node: fx.Node) -> fx.Node | None:
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     """Return an argument of the function or method that the node calls, given by place or by name."""
     return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def become(node: fx.Node, function: Any, *args: Any) -> None:
+    """Make the node a call of a function with these arguments alone."""
+    node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
 
 
 def numbered_axes(axes: Any, rank: int) -> set[int] | None:

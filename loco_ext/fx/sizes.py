@@ -23,6 +23,7 @@ from loco_ext.fx.operations import (
     ARITHMETIC,
     KEEPING_SHAPE,
     POOLS,
+    REDUCTIONS,
     argument,
     axes_in_order,
     is_constant_slice,
@@ -31,6 +32,7 @@ from loco_ext.fx.operations import (
 )
 from loco_ext.ops.channels import features_beside
 
+_BROADCASTING = ARITHMETIC | {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 _ONE = 0  # represents the number 1 among the unknown sizes, which are numbered from 1
 
 
@@ -280,8 +282,8 @@ class Inference:
             return None
         if name == "cat":
             return self._joined(first, argument(node, 1, "dim", 0))
-        if name in ARITHMETIC:
-            return self._of_arithmetic(node.args)
+        if name in _BROADCASTING:
+            return self._of_arithmetic(node.args) if {"input", "other"}.isdisjoint(node.kwargs) else None
         if not isinstance(first, fx.Node):
             return None
         if first not in self.sizes:
@@ -296,17 +298,21 @@ class Inference:
             return _pooled(call, name)
         if name in ADAPTIVE_POOLS:
             return _adapted(call, ADAPTIVE_POOLS[name])
+        if name in REDUCTIONS:
+            return _reduced(call, *REDUCTIONS[name])
         rule = _RULES.get(name) if call.module is None else _LAYER_RULES.get(name)
         return None if rule is None else rule(call)
 
     def _of_arithmetic(self, operands: Sequence[Any]) -> Sizes | None:
-        """Return the sizes of the result of arithmetic on a tensor and a number, or on two tensors."""
+        """Return the sizes of the result of an operation on these tensors and numbers, which it broadcasts."""
         if any(isinstance(x, fx.Node) and x not in self.sizes and x not in self.integers for x in operands):
             return None
         tensors = [self.sizes[x] for x in operands if isinstance(x, fx.Node) and x in self.sizes]
         rank = max(map(len, tensors), default=0)
-        one, *others = [(_size(1),) * (rank - len(sizes)) + sizes for sizes in tensors] or [()]
-        return tuple(map(self.unknowns.broadcast, one, others[0])) if others else one
+        whole = (_size(1),) * rank
+        for sizes in tensors:
+            whole = tuple(map(self.unknowns.broadcast, whole, whole[: rank - len(sizes)] + sizes))
+        return whole
 
     def _joined(self, parts: Any, dim: Any) -> Sizes | None:
         if not isinstance(parts, list | tuple) or not parts or not isinstance(dim, int):
@@ -449,10 +455,9 @@ def _padded(call: _Call) -> Sizes | None:
         return None
     result = list(call.sizes)
     for axis in range(len(pads) // 2):
-        before, after = pads[2 * axis : 2 * axis + 2]
-        computed = isinstance(before, fx.Node) or isinstance(after, fx.Node)
-        padded = call.unknowns.defined_by((call.node.name, axis)) if computed else result[-1 - axis] + before + after
-        result[-1 - axis] = padded
+        added: list[Any] = [call.inference.integers.get(pad, pad) for pad in pads[2 * axis : 2 * axis + 2]]
+        known = all(isinstance(each, Size | int) for each in added)
+        result[-1 - axis] = sum(added, result[-1 - axis]) if known else call.unknowns.defined_by((call.node.name, axis))
     return tuple(result)
 
 
@@ -461,11 +466,19 @@ def _interpolated(call: _Call) -> Sizes:
     return (*call.sizes[:2], *lengths)
 
 
-def _reduced(call: _Call) -> Sizes | None:
-    gone, keep = numbered_axes(call.option(0, "dim"), len(call.sizes)), call.option(1, "keepdim", False)
+def _reduced(call: _Call, place: int, place_of_keepdim: int) -> Sizes | None:
+    gone = numbered_axes(call.option(place - 1, "dim"), len(call.sizes))
+    keep = call.option(place_of_keepdim - 1, "keepdim", False)
     if gone is None:
         return None
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
+
+
+def _gated(call: _Call) -> Sizes | None:
+    axis = call.option(0, "dim", -1)
+    if not isinstance(axis, int):
+        return None
+    return _with_size(call.sizes, axis, call.unknowns.divided(call.sizes[axis], 2))
 
 
 def _pixels_shuffled(call: _Call) -> Sizes | None:
@@ -576,8 +589,7 @@ def _of_layer_norm_with_constants(call: _Call) -> Sizes:
 
 _RULES: dict[str, Rule] = {
     **{"getitem": _of_items, "pad": _padded, "flatten": _flattened},
-    **dict.fromkeys(["mean", "sum", "amax", "amin"], _reduced),
-    "interpolate": _interpolated,
+    **{"interpolate": _interpolated, "glu": _gated},
     **{"pixelshuffle": _pixels_shuffled, "pixelunshuffle": _pixels_unshuffled},
     **{"unsqueeze": _unsqueezed, "squeeze": _squeezed, "view": _viewed, "unflatten": _unflattened},
     **{"expand": _expanded, "expandas": lambda call: call.inference.sizes.get(call.option(0, "other"))},

@@ -88,6 +88,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_table("torch", torch, _OPERATIONS),
     **_table("torch.nn.functional", F, _OPERATIONS),
     **_table("torch.Tensor", torch.Tensor, _OPERATIONS),
+    "torch.linalg.vector_norm": torch.linalg.vector_norm,
     "math.ceil": math.ceil,
     "math.floor": math.floor,
     "loco_ext.length": length,

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction.macs import macs_of
-from loco_ext.sparsity.compaction.views import spell_out_views
+from loco_ext.sparsity.compaction.spellings import spell_out_operations
 from tests.compaction.cases import IMAGES, Network, Residual, compacted, convolution, same, strike
 from tests.compaction.computed_weights import WAYS
 from tests.covering import covering
@@ -404,7 +404,7 @@ def test_channels_vanish_with_attention_of_published_code() -> None:
 
 def response_norm(net: Network, y: Tensor) -> Tensor:
     """Normalise channels by their responses as ConvNeXt V2 does."""
-    size = y.square().sum((2, 3), keepdim=True)
+    size = torch.linalg.vector_norm(y, dim=(2, 3), keepdim=True)
     return y + torch.addcmul(net.shift, net.scale, y * (size / (size.mean(1, keepdim=True) + 1e-6)))
 
 
@@ -620,7 +620,7 @@ def test_a_cast_to_the_type_of_any_gpu_is_no_move_to_one_of_them() -> None:
     graph = fx.symbolic_trace(Network(lambda _, x: x.type("torch.cuda.HalfTensor")))
     for node in graph.graph.nodes:
         node.meta = {"shape": (2, 3), "dtype": torch.float32}
-    spell_out_views(graph)
+    spell_out_operations(graph)
     assert graph.graph.find_nodes(op="call_method", target="type")
 
 

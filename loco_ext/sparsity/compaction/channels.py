@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import fx, nn
 
 from loco_ext.sparsity.compaction.constants import (
@@ -191,6 +192,8 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
     if role is Role.CAT:
         parts = [channels.values[part] for part in node.args[0]]  # type: ignore[union-attr,index]
         return Value(np.concatenate([p.ids for p in parts]), np.concatenate([p.constants for p in parts]))
+    if role in (Role.JOIN, Role.PER_CHANNEL):
+        _need_in_order(channels, node, [channels.values[x] for x in info.read_whole(node) if x in channels.values])
     if role is Role.JOIN:
         return _join(channels, node, *sources)
     (source,) = sources
@@ -218,7 +221,6 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
     if role is Role.CONVOLUTION:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
-        _need_in_order(channels, node, [channels.values[x] for x in info.read_whole(node) if x in channels.values])
         if type(norm := info.module(node)) is nn.GroupNorm:
             unite_groups(channels, source.ids.reshape(norm.num_groups, -1))
         return Value(source.ids, after_channel_operation(info, node, source.constants))
@@ -233,6 +235,11 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
         return Value(numbers, np.pad(source.constants, (ahead, behind)))
     if role is Role.MEAN:
         return Value(channels.sets.new(1), np.full(1, np.nan))
+    if role is Role.GATE:
+        ids, (gated, gates) = source.ids.reshape(2, -1), source.constants.reshape(2, -1)
+        unite_groups(channels, ids.T)
+        channels.sets.ordered.update(source.ids.tolist())  # each has its place in a half
+        return Value(ids[0], after_arithmetic("mul", gated, torch.from_numpy(gates).sigmoid().numpy()))
     before, after = channels.sources(node)[0].meta["shape"][1], node.meta["shape"][1]
     if role is Role.SHUFFLE:
         ids, constants = source.ids.reshape(after, -1), source.constants.reshape(after, -1)

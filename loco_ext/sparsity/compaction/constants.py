@@ -6,6 +6,7 @@ filters is [C_out, C_in/groups].
 
 import copy
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weight
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
 
-_NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+_NUMPY: dict[str, Callable[[Floats, Floats], Floats]] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
+    **{"maximum": np.maximum, "minimum": np.minimum},
+    "where": lambda one, other: np.where(one == other, one, np.nan),
+}
 
 
 def live_weights(weight: Tensor) -> Booleans:
@@ -86,8 +91,7 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
     if name in CASTS:
         return _finite(torch.from_numpy(constants).to(node.meta["dtype"]).double().numpy())
     if is_resampling(name):
-        keeps = name != "sum" and keeps_constants(module)
-        return constants.copy() if keeps else np.where(constants == 0, 0.0, np.nan)
+        return constants.copy() if keeps_constants(module, name) else np.where(constants == 0, 0.0, np.nan)
     if type(module) in NORMS and not has_running_statistics(module):  # subtracts the mean of what it is given
         shifts = 0.0 if module.bias is None else module.bias.detach().double().cpu().numpy()
         by_group = constants.reshape(getattr(module, "num_groups", len(constants)), -1)
@@ -95,8 +99,9 @@ def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -
         return _finite(np.where(zero, shifts, np.nan))
     if whole := info.read_whole(node):
         (source,) = info.nodes[node].sources
-        one, other = (info.numbers_of(x, source) if x in whole else constants for x in node.args)
-        after = after_arithmetic(name, one, other)
+        numbers = {source: constants, **{x: info.numbers_of(x, source) for x in whole}}
+        operands: Any = [numbers[x] if isinstance(x, fx.Node) else x for x in node.args[-2:]]
+        after = after_arithmetic(name, *operands)
         # A factor of zero does not make channels constant, because it may be trained, unless it is part of a mask.
         return after if info.is_masked(node) else np.where(np.isnan(constants), np.nan, after)
     return _evaluate(node, module, constants)
@@ -117,7 +122,7 @@ def _evaluate(node: fx.Node, module: Any, constants: Floats) -> Floats:
 
 
 def after_arithmetic(name: str, one: Floats, other: Floats) -> Floats:
-    """Return the constants of the sum, difference, product or quotient of two tensors."""
+    """Return the constants of the result of an operation on two tensors, see :meth:`GraphInfo.arithmetic`."""
     with np.errstate(all="ignore"):
         constants = _finite(_NUMPY[name](one, other))
     if name == "mul":  # 0 times anything is 0, as for a filter of zeros

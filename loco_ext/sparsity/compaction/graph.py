@@ -19,6 +19,7 @@ from loco_ext.fx.sizes import Inference, Size
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.sparsity.compaction.layers import as_layers, stored_tensor
+from loco_ext.sparsity.compaction.spellings import spell_out_operations
 from loco_ext.sparsity.compaction.views import spell_out_views
 
 _READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
@@ -53,12 +54,12 @@ def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.Graph
     _remove_checks(graph)
     _remove_identities(graph)
     _pad_by_functions(graph)
-    _spell_out_addcmul(graph)
     read_results_of_writes(graph)
     try:
         _fold_kernel_sizes(graph)
         record(graph, example_inputs)
         as_layers(graph, root)
+        spell_out_operations(graph)
         spell_out_views(graph)
         _remove_checks(graph)
         _remove_constant_branches(graph)
@@ -200,16 +201,6 @@ def _pad_by_functions(graph: fx.GraphModule) -> None:
             node.kwargs = {"value": module.value} if mode == "constant" else {"mode": mode}
             node.meta[MODULE] = str(target)
     graph.recompile()
-
-
-def _spell_out_addcmul(graph: fx.GraphModule) -> None:
-    """Replace calls of addcmul without a factor by a product and a sum."""
-    for node in graph.graph.nodes:
-        is_call = node.target is torch.addcmul or (node.op, node.target) == ("call_method", "addcmul")
-        if is_call and len(node.args) == 3 and not node.kwargs:
-            with graph.graph.inserting_before(node):
-                product = graph.graph.call_function(torch.mul, node.args[1:])
-            node.op, node.target, node.args = "call_function", torch.add, (node.args[0], product)
 
 
 def _is_foreign(function: Any) -> bool:

@@ -93,6 +93,7 @@ class Rewriter:
             Role.SHUFFLE: self._shuffle,
             Role.UNSHUFFLE: self._split,
             Role.MEAN: self._mean,
+            Role.GATE: self._gate,
         }[role]
         self._new[node] = add(node, sources)
 
@@ -171,7 +172,7 @@ class Rewriter:
             return self._join_scattered(node, sources[1 - operand], sources[operand])
         kept, others = self._kept[sources[0]], self._kept[sources[1]]
         self._kept[node] = kept
-        terms = {source: self._new[source] for source in sources}
+        terms = {x: self._new[x] for x in node.all_input_nodes}
         if kept != others:
             index = self._constant(node, "order", torch.tensor([others.index(c) for c in kept]).to(node.meta["device"]))
             terms[sources[1]] = self._take_channels(terms[sources[1]], index, self._axis(node))
@@ -220,7 +221,8 @@ class Rewriter:
         if not numbers.any() and self._channels.info.arithmetic(node) == "add":
             return other
         vector = self._vector(node, sources[1 - constant], numbers)
-        operands = (vector, other) if constant == 0 else (other, vector)
+        masks = [self._new[x] for x in self._channels.info.read_whole(node)]
+        operands = (*masks, vector, other) if constant == 0 else (*masks, other, vector)
         return self._graph.call_function(getattr(torch, str(self._channels.info.arithmetic(node))), operands)
 
     def _cat(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
@@ -291,6 +293,10 @@ class Rewriter:
         if rest := float(np.nan_to_num(constants[~needed]).sum()) / len(needed):
             result = self._graph.call_function(torch.add, (result, rest))
         return result
+
+    def _gate(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Copy the node, of whose channels in order :meth:`_add` has recorded those that are kept."""
+        return self._graph.node_copy(node, self._new.__getitem__)
 
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:
         shape = [1] * len(like.meta["shape"])

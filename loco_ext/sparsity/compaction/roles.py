@@ -20,6 +20,7 @@ from loco_ext.fx.operations import (
     CASTS,
     POINTWISE,
     POOLS,
+    REDUCTIONS,
     argument,
     axes_in_order,
     numbered_axes,
@@ -39,7 +40,7 @@ class Role(Enum):
 
     CONVOLUTION = "convolution"  # includes transposed ones and linear layers, whose channels are features
     PER_CHANNEL = "per channel"  # channel i of the result depends only on channel i, or on those of its group
-    JOIN = "join"  # sums and products of several tensors of the same shape, channel by channel
+    JOIN = "join"  # sums, products and maxima of several tensors of the same shape, channel by channel
     CAT = "cat"
     TAKE = "take"  # selects some channels, or all in another order
     PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
@@ -49,6 +50,7 @@ class Role(Enum):
     SHUFFLE = "shuffle"  # makes the pixels of each channel from those of several
     UNSHUFFLE = "unshuffle"  # makes several channels from the pixels of each
     MEAN = "mean"  # makes one channel, the mean of all
+    GATE = "gate"  # multiplies each channel of the first half by the sigmoid of one of the second
     SIZE = "size"  # reads sizes of other axes, or what does not depend on channels
     OTHER = "other"  # nothing is known about the channels
 
@@ -57,8 +59,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # ranks of batches
 NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
+_AVERAGES = ("mean", "amax", "amin")  # reductions that return the number if all are equal
 _POOLS = {**POOLS, **ADAPTIVE_POOLS}
-_REDUCTIONS = ("mean", "amax", "amin", "sum")
 _WITHOUT_OVERSHOOT = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 _VIEWS = ("unsqueeze", "squeeze", "flatten", "unflatten")  # none of these is given a number of channels
 _OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
@@ -167,9 +169,13 @@ class GraphInfo:
         return not shared and count == max(whole.shape, default=0)
 
     def arithmetic(self, node: fx.Node) -> str | None:
-        """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""
+        """Return the name of an operation on two tensors, or a tensor and a number, that broadcasts them, else None.
+
+        They are its last arguments; "where" has a mask ahead of them.
+        """
         name = operation(node, self.modules)
-        return name if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs else None
+        known = name in ARITHMETIC or (name == "where" and node.op == "call_function")
+        return name if known and len(node.args) == 2 + (name == "where") and not node.kwargs else None
 
     def is_norm(self, node: fx.Node) -> bool:
         """Return whether the node normalises channels, each alone or in groups."""
@@ -235,6 +241,10 @@ class GraphInfo:
             return NodeInfo(Role.PARTS, sources)
         if "shape" not in node.meta:
             return NodeInfo(Role.SIZE if self._reads_other_sizes(node) else Role.OTHER, sources)
+        if self.arithmetic(node) == "where":
+            chosen = tuple(x for x in sources if x is not node.args[0])
+            if chosen and all(self._has_no_channels(node.args[0], x) for x in chosen):
+                sources = chosen
         whole = self._only_with_channels(node, sources)
         read = sources if whole is None else (whole,)
         if any(self.channels(source) is None for source in read):
@@ -279,13 +289,16 @@ class GraphInfo:
         if not node.args or node.args[0] is not source or len(sources) > 1:
             return Role.OTHER
         if self._moved(node, source) is not None:
-            return Role.PER_CHANNEL if name in _REDUCTIONS else Role.MOVE
+            return Role.PER_CHANNEL if name in REDUCTIONS else Role.MOVE
         if _is_mean_of_channels(node, name, self.axis(source)):
             return Role.MEAN
         if name in POINTWISE and not _trains(node) and len(node.all_input_nodes) == 1 and not _is_root(node, name):
             return Role.PER_CHANNEL
         if name in CASTS and node.meta["dtype"].is_floating_point:  # to a dtype that may be read from another tensor
             return Role.PER_CHANNEL
+        if name == "glu":
+            halved = argument(node, 1, "dim", -1) if module is None else module.dim
+            return Role.GATE if halved in (self.axis(source), self.axis(source) - dims) else Role.OTHER
         if self.axis(source) != 1:
             return Role.OTHER
         if name == "flatten" and self.sizes.of(node) == self.sizes.flattened(source):
@@ -323,8 +336,8 @@ class GraphInfo:
         if order := axes_in_order(node, self.modules):
             return order.index(axis)
         name = operation(node, self.modules)
-        given = numbered_axes(argument(node, 1, "dim"), rank(source)) or set()
-        if name in _REDUCTIONS and given and axis not in given:
+        given = numbered_axes(argument(node, REDUCTIONS.get(name, (1,))[0], "dim"), rank(source)) or set()
+        if name in REDUCTIONS and given and axis not in given:
             return axis if added == 0 else axis - sum(other < axis for other in given)
         if name not in _VIEWS or (name == "squeeze" and axis in given):  # which would go if one channel is left
             return None
@@ -339,21 +352,31 @@ class GraphInfo:
         """
         name, found = self.arithmetic(node), []
         for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
-            place = self.axis(one) - rank(one) + rank(other)
-            alone = place < 0 or self.sizes.number(other, place) == 1 or self._is_by_channel(other, one)
+            alone = self._has_no_channels(other, one) or self._is_by_channel(other, one)
+            fixed = name != "where" and not np.isnan(self.numbers_of(other, one)).any()
             scales = name == "mul" or (name == "div" and node.args[0] is one)
-            if rank(one) == rank(node) and alone and (scales or not np.isnan(self.numbers_of(other, one)).any()):
+            if rank(one) == rank(node) and alone and (scales or fixed):
                 found.append(one)
         return found[0] if len(found) == 1 else None
+
+    def _has_no_channels(self, other: Any, one: fx.Node) -> bool:
+        """Return whether a tensor is the same for all channels of another with which it is broadcast."""
+        place = self.axis(one) - rank(one) + rank(other)
+        return rank(other) <= rank(one) and (place < 0 or self.sizes.number(other, place) == 1)
 
     def read_whole(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors that the node reads whole, not channel by channel."""
         return [x for x in node.all_input_nodes if "shape" in x.meta and x not in self.nodes[node].sources]
 
     def _role_of_arithmetic(self, node: fx.Node, sources: tuple[fx.Node, ...]) -> Role:
-        tensors = [x for x in node.args if isinstance(x, fx.Node)]
-        if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in node.args):
+        operands = node.args[-2:]
+        tensors = [x for x in operands if isinstance(x, fx.Node)]
+        if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in operands):
             return Role.OTHER
+        if self.arithmetic(node) == "where" and (
+            node.args[0] in sources or any(x not in (*tensors, 0) for x in operands)
+        ):
+            return Role.OTHER  # the mask has channels, or makes something else of channels of zeros
         if len(sources) < len(set(tensors)) or len(set(tensors)) == 1:
             return Role.PER_CHANNEL
         kinds = {(rank(x), self.axis(x), self.channels(x)) for x in tensors}
@@ -512,17 +535,17 @@ def has_running_statistics(norm: Any) -> bool:
 
 
 def is_resampling(name: str) -> bool:
-    """Return whether an operation of this name pools or upsamples, which changes no constant channel unless it sums."""
-    return name in _POOLS or name in ("upsample", "interpolate", *_REDUCTIONS)
+    """Return whether an operation of this name pools, reduces or upsamples; a channel of zeros remains one."""
+    return name in _POOLS or name in ("upsample", "interpolate", *REDUCTIONS)
 
 
-def keeps_constants(module: Any) -> bool:
-    """Return whether a pooling preserves every constant channel.
+def keeps_constants(module: Any, name: str) -> bool:
+    """Return whether such an operation preserves every constant channel.
 
     Padding that counts as zeros reduces the values at the borders; then only 0 is preserved.
     """
     if not isinstance(module, nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d):
-        return True
+        return name not in REDUCTIONS or name in _AVERAGES
     padded = any(torch.tensor(module.padding).flatten().tolist())
     plain = not padded or not module.count_include_pad
     return plain and getattr(module, "divisor_override", None) is None

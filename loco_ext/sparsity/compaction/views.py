@@ -1,7 +1,7 @@
 """Views, spelled so that they say which axes they leave alone.
 
 Code such as ``gate.view(n, c, 1, 1)`` and ``x * gate.expand_as(x)`` names the number of channels without need, so that
-none could be removed; ``torch.stack(images).sum(0)`` hides that images are added.
+none could be removed.
 """
 
 import operator
@@ -12,30 +12,21 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.branches import same_as_on_example
-from loco_ext.fx.operations import ARITHMETIC, argument, axes_in_order, operation, places
+from loco_ext.fx.operations import ARITHMETIC, axes_in_order, become, operation, places
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
 
 _SPLITTING = ("view", "unflatten")
 
 
 def spell_out_views(graph: fx.GraphModule) -> None:
-    """Replace views by functions that add, join or split axes or shuffle channels, and what arithmetic does itself.
+    """Replace views by functions that add, join or split axes or shuffle channels; remove what arithmetic does itself.
 
     Args:
         graph: graph whose nodes have the shapes of their results in their meta.
     """
     for node in graph.graph.find_nodes(op="call_function", target=operator.getitem):
         _add_axes(graph, node, _added_by_index(node))
-    modules = dict(graph.named_modules())
-    for node in list(graph.graph.nodes):
-        _add_instead(graph, node, modules)
-        if operation(node, modules) == "typeas":
-            with graph.graph.inserting_before(node):
-                node.args = node.args[0], graph.graph.call_function(getattr, (node.args[1], "dtype"))
-            node.target = "to"
-        elif operation(node, modules) == "type" and (cast := _cast_of_type(node)):
-            node.target, node.args, node.kwargs = "to", (node.args[0], *cast), {}
-    sizes = Inference(graph)
+    modules, sizes = dict(graph.named_modules()), Inference(graph)
     for node in list(graph.graph.nodes):
         name = operation(node, modules)
         if name in _SPLITTING and node.args[:1] and node.args[0] in sizes.sizes:
@@ -44,7 +35,7 @@ def spell_out_views(graph: fx.GraphModule) -> None:
                 _spell_out(graph, node, sizes, name)
                 _flatten_as_on_example(graph, node, sizes, modules)
             else:
-                _become(node, torch.channel_shuffle, *shuffled)
+                become(node, torch.channel_shuffle, *shuffled)
                 _erase_unread(graph, last, shuffled[0])
         elif name in ARITHMETIC:
             for x in node.all_input_nodes:
@@ -56,17 +47,6 @@ def spell_out_views(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _cast_of_type(node: fx.Node) -> list[Any]:
-    """Return the arguments of Tensor.to that do the same as a call of Tensor.type; [] if that is no plain cast."""
-    kind: Any = node.args[1] if len(node.args) == 2 else node.kwargs.get("dtype")
-    # "torch.FloatTensor" is on the CPU; "torch.cuda.FloatTensor" is on the GPU that the tensor is on, if it is on one.
-    if isinstance(kind, str) and kind.count(".") == 1:
-        empty = torch.empty(0).type(kind)
-        return [empty.device, empty.dtype]
-    read = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
-    return [kind] if read or isinstance(kind, torch.dtype) else []
-
-
 def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name: str) -> None:
     """Replace a view by the function that adds, joins or splits its axes, if it does one of these at all sizes."""
     source: Any = node.args[0]
@@ -76,11 +56,11 @@ def _spell_out(graph: fx.GraphModule, node: fx.Node, inference: Inference, name:
     if joined == 0 and all(size.number == 1 for size in new[start : start + split]):
         _add_axes(graph, node, list(range(start, start + split)))
     elif name == "view" and split == 0 < start:  # all that are joined are 1
-        _become(node, torch.flatten, source, start - 1, start + joined - 1)
+        become(node, torch.flatten, source, start - 1, start + joined - 1)
     elif name == "view" and split == 1 and joined > 1:
-        _become(node, torch.flatten, source, start, start + joined - 1)
+        become(node, torch.flatten, source, start, start + joined - 1)
     elif name == "view" and joined == 1 and split > 1 and len(asked := asked_sizes(node.args[1:])) == len(new):
-        _become(node, torch.unflatten, source, start, tuple(asked[start : start + split]))
+        become(node, torch.unflatten, source, start, tuple(asked[start : start + split]))
 
 
 def _flatten_as_on_example(
@@ -103,7 +83,7 @@ def _flatten_as_on_example(
         for axis, number in enumerate(shape[2:], 2):
             size = graph.graph.call_method("size", (source, axis))
             graph.graph.call_function(same_as_on_example, (size, number, "the model"))
-    _become(node, torch.flatten, source, 1)
+    become(node, torch.flatten, source, 1)
 
 
 def _is_of_a_sample(number: fx.Node, source: fx.Node) -> bool:
@@ -165,33 +145,7 @@ def _add_axes(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> None:
         longer.meta = {**node.meta, "shape": (*shape[:axis], 1, *shape[axis:])}
         node.args = longer, *node.args[1:]
     if axes:
-        _become(node, torch.unsqueeze, node.args[0], axes[-1])
-
-
-def _add_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
-    """Replace the sum of tensors that are stacked along a new axis by additions."""
-    stacked: Any = node.args[0] if node.args else None
-    if operation(node, modules) != "sum" or not isinstance(stacked, fx.Node):
-        return
-    if operation(stacked, modules) != "stack" or not stacked.args:
-        return
-    axis, summed = argument(stacked, 1, "dim", 0), argument(node, 1, "dim")
-    summed = summed[0] if isinstance(summed, list | tuple) and len(summed) == 1 else summed
-    shape, parts = stacked.meta["shape"], stacked.args[0]
-    plain = isinstance(axis, int) and isinstance(summed, int) and len(node.args) < 3 and set(node.kwargs) <= {"dim"}
-    if not plain or (axis - summed) % len(shape) or not isinstance(parts, list | tuple):
-        return
-    if not node.meta["dtype"].is_floating_point or len(parts) < 2:
-        return
-    total: Any = parts[0]
-    for part in parts[1:]:
-        with graph.graph.inserting_before(node):
-            total = graph.graph.call_function(torch.add, (total, part))
-        total.meta = dict(node.meta)
-    node.replace_all_uses_with(total)
-    graph.graph.erase_node(node)
-    if not stacked.users:
-        graph.graph.erase_node(stacked)
+        become(node, torch.unsqueeze, node.args[0], axes[-1])
 
 
 def _erase_unread(graph: fx.GraphModule, last: Any, first: Any) -> None:
@@ -199,7 +153,3 @@ def _erase_unread(graph: fx.GraphModule, last: Any, first: Any) -> None:
     while last is not first and not last.users:
         gone, last = last, last.args[0]
         graph.graph.erase_node(gone)
-
-
-def _become(node: fx.Node, function: Any, *args: Any) -> None:
-    node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
