@@ -435,6 +435,18 @@ def test_channels_vanish_before_and_behind(name: str, seed: int) -> None:
     assert report.layers[0].filters_after < 8
 
 
+def test_a_mean_that_only_fills_a_group_is_computed() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        mean = net.first(x).mean(1, keepdim=True)
+        return net.last(net.grouped(torch.cat([net.other(x), net.pixels(mean)], 1)))
+
+    layers = {"first": convolution(3, 6), "pixels": convolution(1, 6), "other": convolution(3, 2)}
+    grouped = nn.Conv2d(8, 6, 3, groups=2)  # its second group reads nothing
+    grouped.weight.data[:, 2:], grouped.weight.data[3:] = 0, 0
+    model = Network(function, **layers, grouped=grouped, last=convolution(6, 3)).double().eval()
+    compacted(model, *IMAGES)
+
+
 def test_sums_over_pixels_keep_constants_other_than_zero() -> None:
     model = Network(lambda net, x: net.last(net.first(x).sum((2, 3))), first=convolution(3, 8), last=nn.Linear(8, 5))
     model.first.weight.data[:6], model.first.bias.data[:4] = 0, 0

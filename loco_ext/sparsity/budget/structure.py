@@ -115,7 +115,7 @@ class Structure:
         layers, of_classes = [], np.zeros(len(self.fixed))
         fixed = self.fixed | self._read_in_parts(lost)
         for layer, time in zip(self.layers, times or [None] * len(self.layers), strict=True):
-            weight, table = layer.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
+            weight, table = layer.weight, log_importance_lost(lost[layer.name].double().cpu().numpy(), layer.writes)
             if layer.kept:
                 table[:, 1:] = np.inf
             table[fixed[layer.writes], -1] = np.inf
@@ -162,25 +162,28 @@ class Structure:
         return found
 
 
-def log_importance_lost(lost: Floats) -> Floats:
+def log_importance_lost(lost: Floats, classes: Integers) -> Floats:
     """Return ``total log(total / kept)`` of a layer's importance, divided among the filters as they go in order.
 
     While little is lost, this is the sum of what is lost; but a layer that is nearly empty blocks the whole network,
-    which a sum of importances would not tell. A filter is compared with the more important ones, which go after it; a
-    choice that loses a part of a filter loses that part of its fall. The most important one is compared with a
-    millionth of itself.
+    which a sum of importances would not tell. Filters of one class, such as a group, go together. A class is compared
+    with the more important ones, which go after it; a choice that loses a part of the class, such as a ring of a
+    filter, loses that part of its fall. The most important one is compared with a millionth of itself.
 
     Args:
         lost: importance that each choice of each filter loses, ``[C_out, choices]``; the last choice loses all of it.
+        classes: class of each filter, ``[C_out]``.
     """
-    whole = lost[:, -1]
+    _, places = np.unique(classes, return_inverse=True)
+    whole = np.bincount(places, lost[:, -1])
     order = np.argsort(-whole, kind="stable")
     kept = whole[order].cumsum()
     rest = np.concatenate([_OF_THE_LAST * kept[:1], kept[:-1]])
     falls = np.zeros(len(whole))
     falls[order] = np.log(np.divide(kept, rest, out=np.ones_like(kept), where=rest > 0))
-    parts = np.divide(lost, whole[:, None], out=np.zeros_like(lost), where=whole[:, None] > 0)
-    return whole.sum() * falls[:, None] * parts
+    of_class = whole[places, None]
+    parts = np.divide(lost, of_class, out=np.zeros_like(lost), where=of_class > 0)
+    return whole.sum() * falls[places, None] * parts
 
 
 class Masks:
@@ -274,6 +277,8 @@ def structure_of(
     for node, value in channels.values.items():
         module, classes = channels.info.module(node), classes_of[value.ids]
         is_norm = channels.info.is_norm(node)
+        if channels.role(node) is Role.MEAN:  # no layer writes it
+            fixed[classes] = True
         if not (is_norm or channels.role(node) is Role.CONVOLUTION or is_depthwise(module)):
             continue
         mine = _own(own, node, module)

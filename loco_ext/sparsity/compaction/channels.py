@@ -358,7 +358,7 @@ def _need_constant(channels: Channels, layer: LayerChannels, wanted: Booleans) -
 def _even_out(channels: Channels) -> None:
     """Keep more channels until all remaining groups of each layer have the same number, and no layer reads none."""
     grouped = [node for node, layer in channels.layers.items() if layer.groups > 1]
-    reading = [node for node in channels.values if channels.role(node) in (Role.CONVOLUTION, Role.WIDEN)]
+    reading = [node for node in channels.values if channels.role(node) in (Role.CONVOLUTION, Role.WIDEN, Role.MEAN)]
     while any([_even_out_layer(channels, node) for node in grouped] + [_read_one(channels, node) for node in reading]):
         pass
 

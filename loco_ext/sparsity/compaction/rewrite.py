@@ -284,6 +284,7 @@ class Rewriter:
         kept, constants = self._kept[source], self._channels.values[source].constants
         needed = self._channels.needed(source)
         read, parts = self._new[source], [place for place, c in enumerate(kept) if needed[c]]
+        parts = parts or list(range(len(kept)))  # for a mean that only fills a group
         if len(parts) < len(kept):
             index = torch.tensor(parts, device=source.meta["device"])
             read = self._take_channels(read, self._constant(node, "index", index), self._axis(source))

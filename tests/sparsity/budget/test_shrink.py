@@ -467,14 +467,34 @@ def test_removing_the_least_important_filters_loses_their_importance_or_more_fro
     importance = np.random.default_rng(0).exponential(size=7)
     importance[3] = 0.0
     rings = np.array([0.0, 0.25, 1.0])  # part of a filter that each choice loses
-    falls = log_importance_lost(importance[:, None] * rings)
+    falls = log_importance_lost(importance[:, None] * rings, np.arange(7))
     np.testing.assert_allclose(falls, falls[:, -1:] * rings)
     order = importance.argsort()
     for count in range(7):
         kept = importance[order[count:]].sum() / importance.sum()
         np.testing.assert_allclose(falls[order[:count], -1].sum(), -importance.sum() * np.log(kept), atol=1e-12)
     assert falls.max() > 10 * importance.sum()  # the fall of the last filter
-    assert not log_importance_lost(np.zeros((3, 2))).any()
+    assert not log_importance_lost(np.zeros((3, 2)), np.arange(3)).any()
+
+
+def test_filters_of_one_class_count_as_one() -> None:
+    rings, classes = np.array([0.0, 0.25, 1.0]), np.array([5, 5, 2, 2, 7, 7])
+    falls = log_importance_lost(np.array([9.0, 1, 2, 2, 5, 8])[:, None] * rings, classes)
+    np.testing.assert_allclose(falls, falls[:, -1:] * rings)
+    of_classes = [falls[classes == each, -1].sum() for each in (2, 5, 7)]  # of importance 4, 10 and 13
+    np.testing.assert_allclose(of_classes, 27 * np.log([27 / 23, 23 / 13, 1e6]))
+
+
+def test_norms_of_means_over_channels_keep_their_shifts() -> None:
+    def function(net: Any, x: Tensor) -> Tensor:
+        y = net.first(x).relu()
+        return net.last(y * net.gate(net.norm(y.mean(1, keepdim=True))).sigmoid()).mean((2, 3))
+
+    norm = nn.BatchNorm2d(1)
+    model = Network(function, first=conv(3, 12), norm=norm, gate=conv(1, 1), last=conv(12, 4)).eval()
+    norm.bias.data[:], norm.running_mean.data[:] = 0.7, 0.3  # type: ignore[union-attr]
+    smaller, _ = sparsity.shrink_to(model, X, macs=0.5, importance="norm")
+    assert smaller.get_submodule("norm").state_dict() == norm.state_dict()
 
 
 @pytest.mark.parametrize("together", [1, slow(4)])
