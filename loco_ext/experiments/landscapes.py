@@ -42,6 +42,7 @@ from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from loco_ext.folders import owned
+from loco_ext.input import NUMBER
 from loco_ext.output import Rows, note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
@@ -50,6 +51,17 @@ TOP = 5  # the second accuracy counts an image as correct if its label is among 
 ABLATED_SHARES = tuple(k / 16 for k in range(17))  # shares of an image's pixels that are ablated
 DIGITS = 5  # significant digits of the maps that are written
 SEED = 0  # seed of the random numbers of all measurements, the same for all networks
+
+_LANDSCAPE = {"map": [[NUMBER]], "total_variation": NUMBER}
+_BY_CORRUPTION = {name: [NUMBER] for name in CORRUPTIONS}
+_FORMS: dict[str, Any] = {  # of the measurements' files
+    "at_first": {"landscape": _LANDSCAPE},
+    "test": dict.fromkeys(("loss", "top1", "top5"), NUMBER),
+    "landscape": _LANDSCAPE,
+    "robustness": {"clean_accuracy": NUMBER, "accuracy": _BY_CORRUPTION, "kept_probability": _BY_CORRUPTION},
+    "ablation": {"images": int, "shares": [NUMBER], "kept_probability": [NUMBER], "area": NUMBER},
+    "resampling": dict.fromkeys(("spearman", "pearson_of_roots", "ratio"), NUMBER),
+}
 
 
 def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
@@ -138,7 +150,7 @@ class _Experiment:
         path = folder / f"{name}.json"
         if not path.exists():
             note(f"{folder.name}: {name}")
-        return cached_json(path, what)
+        return cached_json(path, what, _FORMS[name])
 
     def measurements(self) -> dict[str, Callable[[nn.Module], Record]]:
         """Return the measurements of a trained network, by name."""

@@ -15,6 +15,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.folders import check_results
+from loco_ext.input import check_form
 from loco_ext.output import json_text, write_json
 from loco_ext.version import __version__, commit
 
@@ -65,23 +66,32 @@ def rounded(values: Tensor, digits: int) -> list[list[float]]:
     return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]
 
 
-def cached_json(path: Path, make: Callable[[], Any]) -> Any:
+def cached_json(path: Path, make: Callable[[], Any], form: Any = object) -> Any:
     """Return the content of a JSON file; if there is none, write what ``make`` returns first.
 
     Raises:
-        SettingsError: the file is not JSON.
+        SettingsError: as for :func:`read`.
     """
     if not path.exists():
         write_json(path, make(), indent=None)
-    return read(path)
+    return read(path, form)
 
 
-def read(path: Path) -> Any:
-    """Return the content of a JSON file that the experiment has written, or raise SettingsError."""
+def read(path: Path, form: Any = object) -> Any:
+    """Return the content of a JSON file that the experiment has written.
+
+    Raises:
+        SettingsError: the file is not JSON, or not of the form, which :func:`loco_ext.input.check_form` describes.
+    """
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{path}: expected JSON, remove it to measure anew ({type(error).__name__})") from error
+    try:
+        check_form(record, form)
+    except ValueError as error:
+        raise SettingsError(f"{path}, {error}; remove it to measure anew") from error
+    return record
 
 
 def mean_and_error(values: Sequence[float | None]) -> Record:

@@ -171,6 +171,8 @@ class LocallyConnectedNd(nn.Module):
         """
         with ignore_tracer_warnings():
             weight = self.weight
+            if isinstance(weight, nn.Parameter) and attached_pattern(weight) is None:  # such as a swapped one
+                self._share_pattern(weight)
             self._check_input(input, weight)
             batch, pattern = input if input.dim() == self.axes + 2 else input.unsqueeze(0), self.pattern
             if pattern.crow_indices.device != input.device:

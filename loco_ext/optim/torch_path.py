@@ -16,15 +16,33 @@ def check_torch_step(group: Group, plan: StepPlan) -> None:
     """Raise if the decay or the penalties, of which torch knows nothing, cannot be applied; nothing is written.
 
     Raises:
-        TypeError: the gradient of a parameter whose decay torch does not know is sparse.
+        TypeError, ValueError: torch would refuse the step after a decoupled decay has been written; or the gradient of
+            a parameter whose decay torch does not know is sparse.
         NotImplementedError: parameters of a group with penalties are sharded.
     """
-    for i, param in enumerate(plan.params):
-        if _decays_by_hand(group, plan, i) and param.grad is not None and param.grad.is_sparse:
-            shape = tuple(param.shape)
+    grads = {i: param.grad for i, param in enumerate(plan.params) if param.grad is not None}
+    by_hand = [grad for i, grad in grads.items() if _decays_by_hand(group, plan, i)]
+    written = bool(by_hand and group.get("decoupled_weight_decay"))
+    for grad in grads.values() if written else by_hand:
+        if grad.is_sparse:
+            shape = tuple(grad.shape)
             raise TypeError(f"locality, norm: expected a dense gradient for shape {shape}, got a sparse one")
+    if written:
+        _check_adamw(group, plan)
     if plan.penalties and any(map(is_sharded, plan.params)):
         raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
+
+
+def _check_adamw(group: Group, plan: StepPlan) -> None:
+    """Raise if torch's AdamW, which knows no ``locality``, would refuse the options of the group."""
+    for name in ("lr", "betas") if group["foreach"] and not group["capturable"] else ():
+        values = group[name] if name == "betas" else [group[name]]
+        if any(isinstance(value, Tensor) for value in values):
+            raise TypeError(f"{name}: expected no tensor with foreach=True and capturable=False, got {group[name]!r}")
+    if group["foreach"] and group["differentiable"]:
+        raise ValueError("foreach, differentiable: expected only one of them, got both")
+    if group["capturable"] and any(param.is_cpu for param in plan.params):
+        raise ValueError("capturable: expected False for parameters on the CPU, got True")
 
 
 def _decays_by_hand(group: Group, plan: StepPlan, index: int) -> bool:

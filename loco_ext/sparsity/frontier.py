@@ -15,6 +15,7 @@ from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.errors import first_line
 from loco_ext.folders import owned
 from loco_ext.fx.modules import copied
+from loco_ext.input import NUMBER, check_form
 from loco_ext.nn.computed import check_plain
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
@@ -25,6 +26,11 @@ from loco_ext.sparsity.former_names import PRESENT_NAMES, FormerNames
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # doublings or halvings
+_TRIAL = {"strength": int | float, "empty": bool}  # forms of the records that are stored
+_POINT: dict[str, Any] = {
+    **dict.fromkeys(("strength", "tau", "latency_before", "latency_after"), NUMBER),
+    **{"metrics": dict, "refitted": dict | None, "macs": int, "kernels": dict},
+}
 
 Fit = Callable[[nn.Module, GroupPenalty], None]
 Refit = Callable[[nn.Module, int], None]
@@ -268,7 +274,7 @@ def _search(
             zero_dead_filters(trained)
             return {"strength": strength, "empty": is_empty(trained)}
 
-        found = store.remembered(f"trial-{len(trials):02d}", left_nothing)
+        found = store.remembered(f"trial-{len(trials):02d}", left_nothing, _TRIAL)
         trials.append((found["strength"], found["empty"]))
         return found["empty"]
 
@@ -295,8 +301,8 @@ class _Measure:
         self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0
     ) -> FrontierPoint:
         """Return the point of the model with groups of at most ``tau`` set to zero."""
-        record = self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come)))
-        return FrontierPoint(**{PRESENT_NAMES.get(key, key): value for key, value in record.items()})
+        record = self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come)), _POINT)
+        return FrontierPoint(**{entry: record[entry] for entry in _POINT})
 
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copied(model)
@@ -342,22 +348,26 @@ class _Store:
         """Record that the folder belongs to this path, or raise ValueError if it belongs to another one."""
         if self.folder is None:
             return
-        found = self.remembered("path", lambda: definition)
+        found = self.remembered("path", lambda: definition, {})
         different = [key for key, value in definition.items() if found.get(key) != value]
         if different:
             raise ValueError(f"folder: {self.folder} holds a path that differs in {', '.join(different)}")
 
-    def remembered(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the record of this name; call ``make`` and store its result if there is none."""
+    def remembered(self, name: str, make: Callable[[], dict[str, Any]], form: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of this name; call ``make`` and store its result, of this form, if there is none."""
         if self.folder is None:
             return make()
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_json(path, make())
         try:
-            return dict(json.loads(path.read_text()))
+            stored = json.loads(path.read_text())
+            check_form(stored, dict)
+            record = {PRESENT_NAMES.get(key, key): value for key, value in stored.items()}
+            check_form(record, form)
         except ValueError as error:
-            raise ValueError(f"folder: {path} is not a record of a path") from error
+            raise ValueError(f"folder: {path} is not a record of a path: {error}") from error
+        return record
 
     def trained(self, name: str, model: nn.Module, fit: Fit, penalty: GroupPenalty) -> nn.Module:
         """Return ``model`` with the stored weights of this name; if there are none, train it and store its weights."""

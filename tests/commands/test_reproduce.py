@@ -239,7 +239,7 @@ def test_results_of_another_kind_are_one_line(tmp_path, capsys, monkeypatch, pap
     job.result.write_text(left)
     assert main(["reproduce", paper, "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"loco-ext: {job.result}: expected a JSON object")
+    assert said.startswith(f"loco-ext: {job.result}, content: expected ")
     assert said.count("\n") == 1
 
 

@@ -47,6 +47,15 @@ def test_rows_are_samples_for_images_of_the_examples_size(
         network(larger)
 
 
+@pytest.mark.parametrize(
+    ("rows", "noted"), [(lambda y: y.view(-1, 400), True), (lambda y: y.view(-1, y[0].numel()), False)]
+)
+def test_a_report_says_that_images_of_other_sizes_are_refused(rows: Callable[[Tensor], Tensor], noted: bool) -> None:
+    model = Network(lambda net, x: net.linear(rows(net.first(x))), first=nn.Conv2d(3, 16, 3), linear=nn.Linear(400, 5))
+    _, report = sparsity.compact(model.eval(), torch.randn(2, 3, 7, 7), cost="macs")
+    assert ("branches" in report.notes) == noted
+
+
 def test_rows_may_be_parts_of_samples_whose_axis_1_has_any_length() -> None:
     model = Network(lambda net, x: net.linear(x).relu().view(-1, 12), linear=nn.Linear(8, 4)).double().eval()
     network, report = sparsity.compact(model, torch.randn(2, 3, 8).double(), cost="macs")

@@ -194,9 +194,19 @@ def test_less_is_measured_where_less_is_asked_for_and_a_finished_run_is_kept(tmp
     assert main(["landscapes", *options, "--resume"]) == 0
     same = {path for path, time in times.items() if path.stat().st_mtime_ns == time}
     assert {path.name for path in same} >= {"at_first.json", "test.json", "landscape.json"}
-    (tmp_path / "run" / f"target-1-{SEED}" / "test.json").write_text("{")
-    assert main(["landscapes", *options, "--resume"]) == 2
-    assert "test.json: expected JSON" in capsys.readouterr().err
+    folder = tmp_path / "run" / f"target-1-{SEED}"
+    for name, content, said in (
+        ("test", "{", "test.json: expected JSON"),
+        ("test", "3", "test.json, content: expected dict, got 3; remove it"),
+        ("test", '{"loss": 1.0}', "test.json, content: expected an entry 'top1', got {'loss': 1.0}"),
+        ("at_first", '{"landscape": {"map": [[[]]]}}', "json, content['landscape']['map'][0][0]: expected int | float"),
+    ):
+        path = folder / f"{name}.json"
+        before = path.read_text()
+        path.write_text(content)
+        assert main(["landscapes", *options, "--resume"]) == 2
+        assert said in capsys.readouterr().err
+        path.write_text(before)
 
 
 def test_a_network_without_logits_is_a_typed_error(tmp_path, monkeypatch):

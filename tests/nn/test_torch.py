@@ -83,6 +83,15 @@ def test_copies_are_the_same_and_apart(way):
     assert same_bits(layer(x), y)
 
 
+def test_optimizers_know_the_blocks_of_a_weight_that_was_swapped():
+    layers = [LocallyConnected2d(3, 3, 3, input_size=4) for _ in range(2)]
+    torch.utils.swap_tensors(layers[0].weight, nn.Parameter(layers[1].weight.detach().clone()))
+    for layer in layers:
+        layer(torch.zeros(1, 3, 4, 4)).sum().backward()  # a gradient of zeros
+        optim.SGD([layer.weight], lr=1.0, weight_decay=0.5, locality=(0.0, 1.0)).step()
+    assert same_bits(layers[0].weight, layers[1].weight)
+
+
 def test_checkpoints_of_safetensors_and_of_torch_distributed():
     layer = LocallyConnected1d(2, 3, 3, input_size=7).grow(1)
     saved, file = safetensors.torch.save(layer.state_dict()), io.BytesIO()

@@ -188,3 +188,26 @@ def test_a_step_that_torchs_functions_would_make_in_part_is_refused_as_a_whole(n
         optimizer.step()
     assert all(bool((param == 1).all()) for param in params)
     assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": torch.tensor(0.1)}, "lr: expected no tensor"),
+        ({"betas": (0.9, torch.tensor(0.99))}, "betas: expected no tensor"),
+        ({"capturable": True}, "capturable: expected False"),
+        ({"differentiable": True}, "foreach, differentiable: expected only one"),
+        ({}, "expected a dense gradient"),
+    ],
+    ids=str,
+)
+def test_a_decoupled_decay_is_not_written_if_torch_refuses_the_step(changes, named):
+    kernel, other = nn.Parameter(torch.ones(2, 1, 3, 3)), nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([kernel, other], foreach=True, weight_decay=1.0, locality=LOCALITY)
+    set_gradients([kernel, other], 0)
+    other.grad = other.grad if changes else other.grad.to_sparse()
+    optimizer.param_groups[0].update(changes)
+    with pytest.raises((TypeError, ValueError), match=named):
+        optimizer.step()
+    assert bool((kernel == 1).all())
+    assert not any(optimizer.state.values())

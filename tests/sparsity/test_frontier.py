@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -328,6 +329,16 @@ def test_a_folder_of_another_path_or_damaged_is_named(tmp_path):
         with pytest.raises(ValueError, match=said):
             task.frontier(RingPenalty(1.0), strengths=[0.1, 0.2], folder=tmp_path)
         (tmp_path / name).write_bytes(content)
+    point = json.loads((tmp_path / "point-00-0.json").read_text())
+    for content, said in (
+        ([], "point-00-0.json is not a record of a path: content: expected dict, got "),
+        ({}, "expected an entry 'strength', got {}"),
+        (point | {"macs": "1"}, "content['macs']: expected int, got '1'"),
+    ):
+        (tmp_path / "point-00-0.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=re.escape(said)):
+            task.frontier(RingPenalty(1.0), strengths=[0.1, 0.2], folder=tmp_path)
+    (tmp_path / "point-00-0.json").write_text(json.dumps(point | {"of another version": 0}))
     path = tmp_path / "point-01.pt"
     save_checkpoint(path, {name: value * torch.inf for name, value in load_checkpoint(path).items()})
     with pytest.raises(ValueError, match=r"point-01.pt does not hold .*: NaN or infinity in '0.weight'"):

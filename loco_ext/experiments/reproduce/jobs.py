@@ -8,7 +8,6 @@ from typing import Any
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import DIGITS_TRAIN_SIZE
 from loco_ext.experiments.records import Record, read
-from loco_ext.experiments.settings import SettingsError
 
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
 WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
@@ -108,11 +107,7 @@ class JobPlan:
 
 def read_record(path: Path, *names: str) -> Record:
     """Return the content of a file that a job has written; raise SettingsError if it has not these entries."""
-    record = read(path)
-    if not isinstance(record, dict) or not record.keys() >= set(names):
-        expected = f" with {', '.join(names)}" if names else ""
-        raise SettingsError(f"{path}: expected a JSON object{expected}, remove it to measure anew")
-    return record
+    return read(path, dict.fromkeys(names, object))
 
 
 def read_records(jobs: list[Job], prefix: str, *names: str) -> list[Record]:

@@ -148,7 +148,9 @@ class Structure:
 
     def masks(self, sizes: Sizes) -> "Masks":
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the norms behind."""
-        found, stays = Masks(), self.fixed.copy()
+        found, stays = Masks(), np.ones(len(self.fixed), bool)
+        for layer in self.layers:  # other channels, such as those that a padding adds, stay as they are
+            stays[layer.writes] = self.fixed[layer.writes]
         for layer, chosen in zip(self.layers, sizes, strict=True):
             kept = torch.from_numpy(layer.rings >= chosen[:, None])  # [C_out, taps]
             by_weight = kept.reshape(len(kept), 1, *layer.weight.shape[2:])

@@ -30,6 +30,7 @@ from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
+from loco_ext.sparsity.compaction.views import ROWS
 from loco_ext.sparsity.former_names import present_name
 
 _log = logging.getLogger(__name__)
@@ -153,9 +154,11 @@ def compacted(
 
 def _by_branches(graph: fx.GraphModule, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
     """Return the pairs for which the model's code takes the same branches as in its graph, and why not all are left."""
-    if not graph.graph.find_nodes(op="call_function", target=same_as_on_example):
+    if not (checks := graph.graph.find_nodes(op="call_function", target=same_as_on_example)):
         return list(pairs), ""
     left, why = [], ""
+    if any(check.args[2] == ROWS for check in checks):  # perhaps of none of the sizes that were tried
+        why = f"images of other sizes, whose rows in {ROWS} are no samples"
     for pair in pairs:
         try:
             with torch.no_grad():

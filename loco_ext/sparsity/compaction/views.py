@@ -15,6 +15,7 @@ from loco_ext.fx.branches import same_as_on_example
 from loco_ext.fx.operations import ARITHMETIC, axes_in_order, become, operation, places
 from loco_ext.fx.sizes import Inference, asked_sizes, unchanged_axes
 
+ROWS = "a view by rows"  # of a number of features; its checks name it
 _SPLITTING = ("view", "unflatten")
 
 
@@ -79,10 +80,11 @@ def _flatten_as_on_example(
         return  # axis 1 may not be one of channels, whose number needs no check
     if isinstance(asked[1], fx.Node) and not _is_of_a_sample(asked[1], source):
         return  # another tensor, or the number of samples, may change it
+    where = ROWS if isinstance(asked[1], int) else "the model"
     with graph.graph.inserting_before(node):
         for axis, number in enumerate(shape[2:], 2):
             size = graph.graph.call_method("size", (source, axis))
-            graph.graph.call_function(same_as_on_example, (size, number, "the model"))
+            graph.graph.call_function(same_as_on_example, (size, number, where))
     become(node, torch.flatten, source, 1)
 
 

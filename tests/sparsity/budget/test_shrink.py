@@ -497,6 +497,13 @@ def test_norms_of_means_over_channels_keep_their_shifts() -> None:
     assert smaller.get_submodule("norm").state_dict() == norm.state_dict()
 
 
+def test_norms_of_added_channels_keep_their_shifts() -> None:
+    added = nn.ZeroPad3d((0, 0, 0, 0, 2, 2))  # four channels
+    model = nn.Sequential(conv(3, 8), added, nn.BatchNorm2d(12), nn.ReLU(), conv(12, 4)).eval()
+    structure = structure_of(model, [X], "half", "filters")
+    assert not structure.masks([np.zeros(len(layer.writes), int) for layer in structure.layers]).shapes()
+
+
 @pytest.mark.parametrize("together", [1, slow(4)])
 def test_a_latency_loses_no_more_importance_than_other_numbers_of_channels(
     monkeypatch: pytest.MonkeyPatch, together: int
