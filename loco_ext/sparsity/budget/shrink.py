@@ -65,9 +65,8 @@ def shrink_to(
         batches: for "taylor", run in eval mode: pairs of inputs, one argument or a sequence of several, and targets.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
-        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of convolutions that are
-            depthwise, transposed or called again have no rings either, nor have those with groups, which stay or go
-            whole, with all channels that a group reads and writes.
+        granularity: "rings", or "filters": each filter stays whole or is removed. Filters of convolutions that have
+            groups, are transposed or called again have no rings either; groups stay or go with all their channels.
         least: number of filters that each layer keeps at least, or one by module name (1 for other modules).
         skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
         round_to: numbers of channels become multiples of it, or stay. CPUs compute 8 or 16 at once, tensor cores 8.

@@ -260,17 +260,7 @@ def structure_of(
         raise TypeError(f"skip: expected several names of the model's modules, got {skip!r}")
     inner = unwrapped(model)
     copy = copied(inner).eval()
-    try:
-        graph = annotated_graph(copy, inputs)
-    except UntraceableError as error:
-        why = str(error)
-        named = why if why.startswith("model:") else f"model: expected one that torch.fx can trace; {why}"
-        raise ValueError(named) from error
-    with torch.no_grad():
-        for parameter in graph.parameters():
-            parameter.fill_(_NONZERO)
-    channels = classes_of_channels(Channels(graph, {}, False, False))
-    _keep_groups_whole(channels)
+    channels = _channels_of(copy, inputs)
     own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
     numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
     fixed = channels.sets.needed(numbers)
@@ -322,12 +312,26 @@ def structure_of(
     return structure
 
 
-def _keep_groups_whole(channels: Channels) -> None:
-    """Keep or remove all channels of a convolution's group together, as all groups that are left must be as large."""
+def _channels_of(model: nn.Module, inputs: Sequence[Any]) -> Channels:
+    """Return the classes of channels of the model if no weight is zero; those of a convolution's group are one class.
+
+    All groups that are left must be as large as each other, so that each goes whole.
+    """
+    try:
+        graph = annotated_graph(model, inputs)
+    except UntraceableError as error:
+        why = str(error)
+        named = why if why.startswith("model:") else f"model: expected one that torch.fx can trace; {why}"
+        raise ValueError(named) from error
+    with torch.no_grad():
+        for parameter in graph.parameters():
+            parameter.fill_(_NONZERO)
+    channels = classes_of_channels(Channels(graph, {}, False, False))
     for node, layer in channels.layers.items():
         if layer.groups > 1:
             sides = [value.ids.reshape(layer.groups, -1) for value in (layer.source, channels.values[node])]
             unite_groups(channels, np.concatenate(sides, 1))
+    return channels
 
 
 def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:
