@@ -3,9 +3,9 @@
     python -m studies.locality_sizes_cifar10 --data DIR --images 500,2000,5000 --kernels 3,5 --optimizers sgd
     python -m studies.locality_sizes_cifar10 --data DIR      all cells; both commands add to studies/results/
 
-A cell is a number of images, a kernel size and an optimizer. In each, uniform decay is tuned first: every strength of a
-grid trains two networks, and the one of least error on the last 5,000 training images, which these networks do not see,
-is taken. At that strength networks are then trained from the same seeds with each arm's decay and measured on the test
+A cell is a number of images, a kernel size and an optimizer. In each, uniform decay is tuned first: two networks are
+trained at each strength of a grid, from the weakest on until one is FAR worse than the best, and the strength of least
+error on the last 5,000 training images, which these networks do not see, is taken. At that strength networks are then trained from the same seeds with each arm's decay and measured on the test
 images, so that differences are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local",
 from magnitudes, since signed means are about 0 in many layers; they are the means of those of the two networks that the
 tuning has trained at that strength. All of this favours uniform decay, if anything: the strength is tuned only for it.
@@ -59,6 +59,7 @@ STRENGTHS = {  # strengths of the weight decay
 }
 LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
 TUNING_SEEDS = (1000, 1001)
+FAR = 1.0  # percentage points above the least error; stronger decay is worse still
 CPU = torch.device("cpu")
 TUNING, ESTIMATED, CENTRE = "tuning", "estimated", "towards the centre"
 TUNING_OF_CENTRE, TUNED = f"tuning, {CENTRE}", f"{CENTRE}, tuned"
@@ -137,11 +138,16 @@ def chosen(
 ) -> tuple[float, dict[str, tuple[float, ...]]] | None:
     """Return the strength of least mean error and the factors by layer; None where the tuning is not complete."""
     tuned = of_cell(networks, cell, tuning)
-    by_strength = {s: {n["seed"]: n for n in tuned if n["strength"] == s} for s in STRENGTHS[cell.optimizer]}
-    if any(found.keys() != set(TUNING_SEEDS) for found in by_strength.values()):
-        return None
-    best = min(by_strength, key=lambda strength: np.mean([n["error"] for n in by_strength[strength].values()]))
-    suggested = [network["locality"] for network in by_strength[best].values()]
+    errors: dict[float, float] = {}
+    for strength in STRENGTHS[cell.optimizer]:
+        found = {n["seed"]: n["error"] for n in tuned if n["strength"] == strength}
+        if found.keys() != set(TUNING_SEEDS):
+            return None
+        errors[strength] = sum(found.values()) / len(found)
+        if errors[strength] > min(errors.values()) + FAR:
+            break
+    best = min(errors, key=lambda strength: errors[strength])
+    suggested = [network["locality"] for network in tuned if network["strength"] == best]
     means = {layer: np.mean([each[layer] for each in suggested], axis=0) for layer in suggested[0]}
     return best, {layer: tuple(factors.tolist()) for layer, factors in means.items()}
 
@@ -187,21 +193,22 @@ def run(study: Study, results: ResultFile, cell: Cell, seeds: range, tuned_too: 
 
         results.once({**cell._asdict(), "arm": arm, "strength": strength, "seed": seed}, measure)
 
-    for strength, seed in product(STRENGTHS[cell.optimizer], TUNING_SEEDS):
-        once(study.tune, TUNING, strength, seed)
-    tuned = chosen(results.networks(), cell)
-    assert tuned is not None
-    strength, suggested = tuned
+    def tune(arm: str, locality: Any) -> tuple[float, dict[str, tuple[float, ...]]]:
+        for strength in STRENGTHS[cell.optimizer]:
+            for seed in TUNING_SEEDS:
+                once(study.tune, arm, strength, seed, locality)
+            if (found := chosen(results.networks(), cell, arm)) is not None:
+                break
+        assert found is not None
+        return found
+
+    strength, suggested = tune(TUNING, None)
     for seed, arm in product(seeds, ARMS):
         once(study.compare, arm, strength, seed, suggested if arm == ESTIMATED else ARMS[arm])
-    if not tuned_too:
-        return
-    for each, seed in product(STRENGTHS[cell.optimizer], TUNING_SEEDS):
-        once(study.tune, TUNING_OF_CENTRE, each, seed, ARMS[CENTRE])
-    tuned = chosen(results.networks(), cell, TUNING_OF_CENTRE)
-    assert tuned is not None
-    for seed in seeds:
-        once(study.compare, CENTRE, tuned[0], seed, ARMS[CENTRE])
+    if tuned_too:
+        strength, _ = tune(TUNING_OF_CENTRE, ARMS[CENTRE])
+        for seed in seeds:
+            once(study.compare, CENTRE, strength, seed, ARMS[CENTRE])
 
 
 def main(
