@@ -5,12 +5,13 @@
 
 A cell is a number of images, a kernel size and an optimizer. In each, uniform decay is tuned first: two networks are
 trained at each strength of a grid, from the weakest on until one is FAR worse than the best, and the strength of least
-error on the last 5,000 training images, which these networks do not see, is taken. At that strength networks are then trained from the same seeds with each arm's decay and measured on the test
-images, so that differences are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local",
-from magnitudes, since signed means are about 0 in many layers; they are the means of those of the two networks that the
-tuning has trained at that strength. All of this favours uniform decay, if anything: the strength is tuned only for it.
-With ``--tuned``, decay towards the centre is tuned in the same way, and there is a further arm with the strength that
-suits it; if that is the one of uniform decay, the arm has the networks of "towards the centre".
+error on the last 5,000 training images, which these networks do not see, is taken. At that strength networks are then
+trained from the same seeds with each arm's decay and measured on the test images, so that differences are paired. The
+arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local", from magnitudes, since signed means are about
+0 in many layers; they are the means of those of the two networks that the tuning has trained at that strength. All of
+this favours uniform decay, if anything: the strength is tuned only for it. With ``--tuned``, decay towards the centre
+is tuned in the same way, and there is a further arm with the strength that suits it; if that is the one of uniform
+decay, the arm has the networks of "towards the centre".
 
 On one core of an AMD EPYC a network takes 22 s of processor time for 500 images and kernels of 3x3, 37 s for 5x5, and
 70 s for 5,000 images and 3x3. The first command trains 44 networks in each of six cells, in four to five hours; all

@@ -53,9 +53,10 @@ class Taylor:
     """First-order changes of the loss, as root mean squares over batches.
 
     A filter's is that of the output of the norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``, summed
-    over the norms if each call of the layer has its own. Else it is the sum of ``w dL/dw`` over its weights, as for
-    rings. That sum is zero if the norm has no weights, or frozen ones, and normalises by what it is given, which
-    cancels the filter's length; then it is the root of the sum of squares.
+    over the norms if each call of the layer has its own, or if several read the filter's channel behind concatenations.
+    Else it is the sum of ``w dL/dw`` over its weights, as for rings. That sum is zero if the norm has no weights, or
+    frozen ones, and normalises by what it is given, which cancels the filter's length; then it is the root of the sum
+    of squares.
 
     Source:
         Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
@@ -64,6 +65,7 @@ class Taylor:
     def __init__(self, structure: Structure) -> None:
         self._layers = structure.layers
         self._removed_taps = [_removed_taps(layer) for layer in structure.layers]
+        self._norms = [[(norm, torch.from_numpy(where)) for norm, where in layer.scales] for layer in structure.layers]
         self._shapes = {layer.name: (len(layer.weight), len(layer.taps)) for layer in structure.layers}
         self._with_gradient: set[str] = set()
         device = structure.layers[0].module.weight.device
@@ -72,8 +74,9 @@ class Taylor:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients :meth:`add` reads."""
-        modules = [module for layer in self._layers for module in (layer.module, *layer.norms)]
-        return [p for module in modules for p in (module.weight, getattr(module, "bias", None)) if p is not None]
+        owners = [layer.module for layer in self._layers] + [norm for scales in self._norms for norm, _ in scales]
+        tensors = (p for module in dict.fromkeys(owners) for p in (module.weight, getattr(module, "bias", None)))
+        return [p for p in tensors if p is not None]
 
     @torch.no_grad()
     def add(self, gradient: Callable[[nn.Parameter], Tensor | None], decay: float = 1.0) -> None:
@@ -82,7 +85,7 @@ class Taylor:
         Frozen layers keep what they had, and all layers do if the changes are not all finite. Without synchronisation.
         """
         changes = []
-        for layer, removed in zip(self._layers, self._removed_taps, strict=True):
+        for layer, removed, norms in zip(self._layers, self._removed_taps, self._norms, strict=True):
             given = gradient(layer.module.weight)
             if given is None:
                 changes.append(removed.new_zeros(self._shapes[layer.name]))
@@ -91,14 +94,15 @@ class Taylor:
             given = filters_first(layer.module, given)
             products = _by_tap(layer.weight * given)
             changes.append(products @ removed.to(products))
-            scales = [(norm, _product(norm.weight, gradient)) for norm in layer.norms]
-            scaled = [(norm, product) for norm, product in scales if product is not None]
+            scales = [(norm, where, _product(norm.weight, gradient, where)) for norm, where in norms]
+            scaled = [(norm, where, product) for norm, where, product in scales if product is not None]
             if scaled:
-                changes[-1][:, -1] = sum(product for _, product in scaled)
-            elif any(map(_normalises_by_batch, layer.norms)):
+                changes[-1][:, -1] = sum(product for *_, product in scaled)
+            elif any(_normalises_by_batch(norm) for norm, _ in norms):
                 changes[-1][:, -1] = (layer.weight * given).flatten(1).norm(dim=1)
-            for owner in [norm for norm, _ in scaled] or [layer.module]:  # the layer's too if the norms are frozen
-                shift = _product(getattr(owner, "bias", None), gradient)
+            owners: list[Any] = [(norm, where) for norm, where, _ in scaled]
+            for owner, where in owners or [(layer.module, None)]:  # the layer's too if the norms are frozen
+                shift = _product(getattr(owner, "bias", None), gradient, where)
                 if shift is not None:
                     changes[-1][:, -1] += shift
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
@@ -155,10 +159,14 @@ class Taylor:
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 
 
-def _product(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
-    """Return a parameter times its gradient; None if it has none."""
+def _product(
+    parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None], where: Tensor | None
+) -> Tensor | None:
+    """Return a parameter times its gradient, at some places or at all; None if it has none."""
     given = None if parameter is None else gradient(parameter)
-    return None if parameter is None or given is None else parameter * given
+    if parameter is None or given is None:
+        return None
+    return parameter * given if where is None else (parameter * given)[where.to(given.device)]
 
 
 def _normalises_by_batch(norm: Any) -> bool:

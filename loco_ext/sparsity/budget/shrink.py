@@ -59,7 +59,7 @@ def shrink_to(
             of :attr:`Report.macs_executed`, which include what cannot be made smaller. Latency is that of a forward
             pass on the example on this machine after :func:`compact`; layers and whole networks are timed for it.
         importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``; for filters at
-            the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
+            the output of the batch norms behind them. "norm": the share of the layer's squared weights, scaled by the
             batch norm. Or a function of a layer's name and filters, ``(C_out, C_in/groups, *kernel_size)``, which gives
             numbers of at least 0 for each ring, ``(C_out, rings)``, the outermost first, on one scale for all layers.
         batches: for "taylor", run in eval mode: pairs of inputs, one argument or a sequence of several, and targets.

@@ -42,6 +42,8 @@ class PrunableLayer:
         module: the module itself.
         timed: a layer of torch's that computes what the module computes: itself, or a copy if it has code of its own.
         norms: the normalisations that alone read the layer's output, in all of its calls.
+        scales: these, or those behind concatenations and the like that alone read its channels, and where each of these
+            is in them, ``[C_out]``.
         rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
         pixels: number of pixels of one sample, in all calls, at which all weights act; a fraction where several samples
             share them.
@@ -56,6 +58,7 @@ class PrunableLayer:
     module: Any
     timed: Any
     norms: list[Any]
+    scales: list[tuple[Any, Integers]]
     rings: Integers
     pixels: float
     writes: Integers
@@ -289,13 +292,14 @@ def structure_of(
             reads = None if is_grouped else classes_of[channels.values[source].ids]
             found = (_own(own, x, channels.info.module(x)) for x in channels.info.norms_behind(node))
             behind = [norm for norm in found if norm is not None]
+            scales = [(norm, np.arange(len(classes))) for norm in behind] or _scales(channels, own, node)
             # Groups, and layers with several calls, run at the size of their largest filter: smaller ones save nothing.
             is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
             timed = mine if type(mine) is type(module) else module
             layers.append(
-                PrunableLayer(str(node.target), mine, timed, behind, rings, pixels, classes, reads, kept, read)
+                PrunableLayer(str(node.target), mine, timed, behind, scales, rings, pixels, classes, reads, kept, read)
             )
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
@@ -332,6 +336,28 @@ def _channels_of(model: nn.Module, inputs: Sequence[Any]) -> Channels:
             sides = [value.ids.reshape(layer.groups, -1) for value in (layer.source, channels.values[node])]
             unite_groups(channels, np.concatenate(sides, 1))
     return channels
+
+
+def _scales(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> list[tuple[Any, Integers]]:
+    """Return the normalisations that a layer's channels reach, and their places there; [] if they reach anything else.
+
+    On the way there, channels stay apart, as in concatenations.
+    """
+    info, found, ways, ids = channels.info, list[tuple[Any, Integers]](), [node], channels.values[node].ids
+    if info.is_called_again(node):
+        return []
+    for way in ways:  # which grow
+        for user in way.users:
+            if info.is_norm(user):
+                norm, numbers = _own(own, user, info.module(user)), channels.values[user].ids
+                if norm is None or info.is_called_again(user) or any(np.sum(numbers == each) != 1 for each in ids):
+                    return []
+                found.append((norm, np.asarray([np.argmax(numbers == each) for each in ids])))
+            elif channels.role(user) in (Role.CAT, Role.PER_CHANNEL):
+                ways += [user] if user not in ways else []
+            elif channels.role(user) is not Role.SIZE:
+                return []
+    return found
 
 
 def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:

@@ -97,6 +97,32 @@ def test_importance_of_a_layer_with_several_calls_is_that_of_what_its_norms_retu
     torch.testing.assert_close(lost.sum(), torch.tensor(1.0, dtype=torch.double))
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_importance_of_a_layer_behind_concatenations_is_that_of_what_all_norms_return(alone: bool) -> None:
+    """As in a DenseNet, whose norms cancel the length of its filters; not if anything else reads them."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        y = net.first(x)
+        z = net.inner(F.relu(net.norms[0](torch.cat((x, y), 1))))
+        z = F.relu(net.norms[1](torch.cat((F.max_pool2d(y, 3, 1, 1), z), 1)))
+        return net.last(z if alone else torch.cat((z[:, :8] + y, z[:, 8:]), 1)).mean((2, 3))
+
+    layers = {"first": conv(3, 8), "inner": conv(11, 6), "last": conv(14, 4)}
+    norms = nn.ModuleList([nn.BatchNorm2d(11), nn.BatchNorm2d(14)])
+    model = Network(function, **layers, norms=norms).double().train()
+    x, factors = IMAGES_OF_8.double(), torch.ones(8, 1, 1, dtype=torch.double, requires_grad=True)
+    structure = structure_of(model, [x], "half", "filters")
+    for norm, others in zip(norms, ((3, 0), (0, 6)), strict=True):
+        nn.init.normal_(norm.bias)
+        scale = F.pad(factors, (0, 0, 0, 0, *others), value=1.0)
+        norm.register_forward_hook(lambda module, given, y, scale=scale: y * scale)
+    F.cross_entropy(model(x), torch.arange(2)).backward()
+    taylor = Taylor(structure)
+    taylor.add(lambda parameter: parameter.grad)
+    own = sum((p * p.grad).reshape(8, -1).sum(1) for p in model.first.parameters())
+    torch.testing.assert_close(taylor.lost()["first"][:, -1], (factors.grad.flatten() if alone else own).abs())
+
+
 def test_layers_that_share_a_norm_have_none_of_their_own() -> None:
     """Removing a filter of one layer must not remove the shift of the other."""
     function = lambda net, x: net.last(net.norm(net.inner(F.relu(net.norm(net.first(x))))))  # noqa: E731
