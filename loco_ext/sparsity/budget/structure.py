@@ -353,7 +353,7 @@ def _scales(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> 
                 if norm is None or info.is_called_again(user) or any(np.sum(numbers == each) != 1 for each in ids):
                     return []
                 found.append((norm, np.asarray([np.argmax(numbers == each) for each in ids])))
-            elif channels.role(user) in (Role.CAT, Role.PER_CHANNEL):
+            elif channels.role(user) in (Role.CAT, Role.PER_CHANNEL, Role.WIDEN):
                 ways += [user] if user not in ways else []
             elif channels.role(user) is not Role.SIZE:
                 return []

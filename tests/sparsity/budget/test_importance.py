@@ -104,7 +104,7 @@ def test_importance_of_a_layer_behind_concatenations_is_that_of_what_all_norms_r
     def function(net: Any, x: Tensor) -> Tensor:
         y = net.first(x)
         z = net.inner(F.relu(net.norms[0](torch.cat((x, y), 1))))
-        z = F.relu(net.norms[1](torch.cat((F.max_pool2d(y, 3, 1, 1), z), 1)))
+        z = F.relu(net.norms[1](torch.cat((F.max_pool2d(torch.cat((y,), 1), 3, 1, 1), z), 1)))
         return net.last(z if alone else torch.cat((z[:, :8] + y, z[:, 8:]), 1)).mean((2, 3))
 
     layers = {"first": conv(3, 8), "inner": conv(11, 6), "last": conv(14, 4)}
