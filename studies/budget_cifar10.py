@@ -79,7 +79,7 @@ def grouped(residual: nn.Sequential) -> nn.Sequential:
     """Return a branch of ResNeXt's kind in place of two convolutions, with as many channels before and after."""
     first: Any = residual[0]
     last: Any = residual[-1]
-    inner = 4 * max(1, round(last.num_features / 4))
+    inner = 4 * max(1, last.num_features // 4)
     options: dict[str, Any] = {"padding": 1, "stride": first.stride, "groups": inner // 4, "bias": False}
     return nn.Sequential(
         *(nn.Conv2d(first.in_channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
