@@ -87,6 +87,10 @@ class LocallyConnectedNd(nn.Module):
         if name == "values":
             _warn_of_former_name()
             name = "weight"
+        if name in _INDICES:  # torch.func.functional_call sets all entries of a state dict
+            if not isinstance(value, Tensor) or not torch.equal(value.cpu(), getattr(self, name)):
+                raise ValueError(f"{name}: expected the layer's; load_state_dict, grow and prune change its pattern")
+            return
         super().__setattr__(name, value)
         if name == "weight":
             self._share_pattern(value)

@@ -147,3 +147,14 @@ def test_traced_models_are_saved_and_train(tmp_path, trained):
             y.square().sum().backward()
         gradients = [[p.grad for p in module.parameters()] for module in (loaded, model)]
         torch.testing.assert_close(*gradients)
+
+
+def test_a_state_dict_takes_the_place_of_the_parameters_for_a_call():
+    both = Both("grown")
+    given = both.layer.state_dict() | both.parameters
+    torch.testing.assert_close(both.ours(given, both.x), both.dense(both.parameters, both.x))
+    before = both.layer(both.x)
+    for name in ("crow_indices", "col_indices"):
+        with pytest.raises(ValueError, match=f"{name}: expected the layer's"):
+            both.ours(given | {name: given[name] + 1}, both.x)
+    assert torch.equal(both.layer(both.x), before)
