@@ -185,7 +185,9 @@ def _power_iteration(
     value = residual = 0.0
     for iteration in range(1, iterations + 1):
         image = product(vector)
-        value = math.fsum((v * i).sum(dtype=torch.float64).item() for v, i in zip(vector, image, strict=True))
+        value = math.fsum(
+            (_real(v) * _real(i)).sum(dtype=torch.float64).item() for v, i in zip(vector, image, strict=True)
+        )
         norm = _norm(image)
         distance = _norm([i - value * v for i, v in zip(image, vector, strict=True)])
         residual = distance / abs(value) if value else (math.inf if norm else 0.0)
@@ -207,4 +209,9 @@ def _add(total: Vector, parts: Sequence[Tensor], share: float) -> None:
 
 
 def _norm(vector: Sequence[Tensor]) -> float:
-    return math.hypot(*(torch.linalg.vector_norm(part.detach(), dtype=torch.float64).item() for part in vector))
+    return math.hypot(*(torch.linalg.vector_norm(_real(part.detach()), dtype=torch.float64).item() for part in vector))
+
+
+def _real(part: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, any other as it is."""
+    return torch.view_as_real(part) if part.is_complex() else part

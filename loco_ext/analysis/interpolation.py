@@ -13,7 +13,7 @@ from loco_ext import compiler
 from loco_ext.analysis.curvature import Batches, Loss, batch_loss, check_data
 from loco_ext.analysis.masking import layers_of_blocks
 from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
-from loco_ext.fx.modules import copied, device_of
+from loco_ext.fx.modules import copied, device_of, unwrapped
 from loco_ext.regularizers.evaluation import measuring
 
 METHODS = ("linear", "string", "outputs")
@@ -43,7 +43,8 @@ def interpolate(
 
     Args:
         first, second: models whose parameters and buffers have the same names, shapes and dtypes; any two models
-            for ``"outputs"``. They are not modified.
+            for ``"outputs"``. They are not modified. Wrappers of torch.compile, of data parallelism and of averaged
+            weights are ignored.
         points: number of points on the path, at least 2.
         method: ``"linear"``, ``"string"`` or ``"outputs"``.
         loss, data: as for :func:`loco_ext.analysis.gradient_norm`; only used by ``"string"``, which cycles through the
@@ -55,7 +56,8 @@ def interpolate(
 
     Returns:
         Pairs ``(alpha, model)`` in ascending order of alpha, in evaluation mode. ``"linear"`` and ``"string"`` yield
-        the same model each time, with other weights: use each before advancing to the next.
+        the same model each time, with other weights: use each before advancing to the next. Buffers of integers or
+        booleans, such as counts of batches, are those of ``first``, and at the other end those of ``second``.
 
     Raises:
         TypeError: an argument has the wrong type, or ``"string"`` lacks ``loss`` or ``data``.
@@ -75,6 +77,7 @@ def interpolate(
     """
     check_module("first", first)
     check_module("second", second)
+    first, second = unwrapped(first), unwrapped(second)
     check_choice("method", method, METHODS)
     check_count("points", points, 2)
     alphas = [place / (points - 1) for place in range(points)]
@@ -139,9 +142,12 @@ def _tensors(model: nn.Module) -> State:
 
 
 def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
-    """Return new, interpolated tensors. Integer tensors, such as batch counters, are those of the first model."""
+    """Return new, interpolated tensors; integers, such as batch counters, are the first model's except at the end."""
     ends = _tensors(first), _tensors(second)
-    return {name: _between(a, ends[1][name], alpha) if _is_mixed(a) else a.clone() for name, a in ends[0].items()}
+    return {
+        name: _between(a, ends[1][name], alpha) if _is_mixed(a) or alpha == 1 else a.clone()
+        for name, a in ends[0].items()
+    }
 
 
 def _is_mixed(tensor: Tensor) -> bool:

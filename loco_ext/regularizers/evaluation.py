@@ -1,13 +1,15 @@
 """The state that a model is measured in, and what is checked of the model and its inputs before."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from loco_ext.argument_checks import check_module, check_tensor
 from loco_ext.nn.modes import evaluating
@@ -19,9 +21,9 @@ _ONE_THREAD_MEASURES = threading.RLock()
 def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
 
-    Compiled parts of the model run eagerly, and attention by torch's own operations, because only these can be
-    differentiated twice. Hooks of parameters do not run: they are for the gradient of the training loss. What is
-    switched belongs to the model or to the process, so that another thread waits until this one has measured.
+    Compiled parts of the model run eagerly, and attention and hard sigmoids by other operations of torch, because only
+    these can be differentiated twice. Hooks of parameters do not run: they are for the gradient of the training loss.
+    What is switched belongs to the model or to the process, so that another thread waits until this one has measured.
     """
     with _ONE_THREAD_MEASURES, evaluating(model):
         hooks = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
@@ -35,11 +37,26 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
                 torch.enable_grad(),
                 sdpa_kernel(SDPBackend.MATH),
                 torch.compiler.set_stance("force_eager"),
+                _HardSigmoidsInParts(),
             ):
                 yield
         finally:
             for parameter, own in hooks:
                 parameter._backward_hooks = own
+
+
+class _HardSigmoidsInParts(TorchFunctionMode):
+    """Compute hard sigmoids by operations whose backward passes torch can differentiate."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return (_hardsigmoid if func is F.hardsigmoid else func)(*args, **kwargs or {})
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    result = F.relu6(input + 3) / 6
+    return input.copy_(result) if inplace else result
 
 
 def constant(x: Tensor) -> Tensor:

@@ -90,6 +90,8 @@ class ROLL:
             TypeError, ValueError: as for :func:`region_radius`.
         """
         network, x = checked_network(model, x), constant(x)
+        if not len(x):
+            return x.new_zeros(())
         with ieee_arithmetic(x.device):
             frozen = Frozen(network, x)
             network.check_result_once(x[:1])

@@ -19,12 +19,26 @@ from loco_ext import nn as loco_nn
 GENERATOR = torch.Generator().manual_seed(0)
 
 
+class Magnitudes(nn.Module):
+    """Model with a complex parameter, whose outputs are squares of magnitudes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+
+    def forward(self, x):
+        products = x.to(self.weight.dtype) @ self.weight
+        return products.real.square() + products.imag.square()
+
+
 def network(kind):
     """Return a small float64 network whose loss has curvature in all parameters, and the shape of its inputs."""
     torch.manual_seed(5)
     if kind == "mlp":
         model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,)
         model[0].weight.requires_grad_(False)
+    elif kind == "complex":
+        return Magnitudes(), (3,)
     elif kind == "attention":
         encoder = nn.TransformerEncoderLayer(3, 1, 2, dropout=0, batch_first=True)
         model, shape = nn.Sequential(encoder, nn.Flatten(), nn.Linear(6, 3)), (2, 3)
@@ -48,17 +62,19 @@ def batches(shape):
 def flat_loss(model, data):
     """Return the mean loss over all samples as a function of the vector of all parameters, and the current vector."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    real = {name: torch.view_as_real(p) if p.is_complex() else p for name, p in trained.items()}
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
 
     def value(vector):
-        parts = vector.split([p.numel() for p in trained.values()])
-        weights = {name: part.view(p.shape) for (name, p), part in zip(trained.items(), parts, strict=True)}
+        parts = vector.split([p.numel() for p in real.values()])
+        weights = {name: part.view(p.shape) for (name, p), part in zip(real.items(), parts, strict=True)}
+        weights |= {name: torch.view_as_complex(weights[name]) for name, p in trained.items() if p.is_complex()}
         return cross_entropy(functional_call(model, weights, (x,)), y)
 
-    return value, torch.cat([p.flatten() for p in trained.values()])
+    return value, torch.cat([p.flatten() for p in real.values()])
 
 
-@pytest.mark.parametrize("kind", ["mlp", "attention", "efcn"])
+@pytest.mark.parametrize("kind", ["mlp", "complex", "attention", "efcn"])
 def test_gradient_and_curvature_are_those_of_the_whole_hessian(kind):
     """A weight of the first network is frozen, and takes no part."""
     model, shape = network(kind)

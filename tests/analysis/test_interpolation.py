@@ -46,7 +46,8 @@ def test_linear_paths_mix_weights_and_floating_buffers(make):
         assert not model.training
         for name, tensor in model.state_dict().items():
             a, b = (state[name] for state in kept)
-            expected = (1 - alpha) * a + alpha * b if tensor.dtype != torch.int64 else a
+            whole = b if alpha == 1 else a
+            expected = (1 - alpha) * a + alpha * b if tensor.dtype != torch.int64 else whole
             torch.testing.assert_close(tensor, expected, rtol=1e-14, atol=1e-15)
     for (_, model), state in ((found[0], kept[0]), (found[-1], kept[1])):
         assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
@@ -54,6 +55,17 @@ def test_linear_paths_mix_weights_and_floating_buffers(make):
     assert all(torch.equal(second.state_dict()[name], kept[1][name]) for name in kept[1])
     assert first.training
     assert second.training
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, torch.optim.swa_utils.AveragedModel])
+@pytest.mark.parametrize("method", ["linear", "string"])
+def test_wrappers_are_ignored(wrap, method):
+    (first, second), x = pair(mlp), torch.randn(2, 3, dtype=torch.float64)
+    data = [(x, torch.tensor([0, 1]))]
+    options = {"loss": cross_entropy, "data": data, "steps": 1} if method == "string" else {}
+    paths = (analysis.interpolate(*ends, 3, method, **options) for ends in ((wrap(first), second), (first, second)))
+    for (_, wrapped), (_, plain) in zip(*paths, strict=True):
+        assert torch.equal(wrapped(x), plain(x))
 
 
 class Scaled(nn.Module):

@@ -116,6 +116,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch norm and pooling": batch_norm_and_pooling,
     "residual": Residual,
     "smooth": lambda: Residual(F.gelu),
+    "hard sigmoid": lambda: Residual(F.hardsigmoid),
     "checkpointed": Checkpointed,
     "attention": Attention,
     "siamese": Siamese,

@@ -108,7 +108,9 @@ def test_networks_without_bends_and_infinite_radii_add_nothing():
     x = torch.randn(3, 4)
     assert regularizers.ROLL(1.0, 1.0)(nn.Linear(4, 2), x) == 0
     assert regularizers.MarginLoss(1.0)(nn.Linear(4, 2), x) == 0
-    assert regularizers.ROLL(1.0, 1.0)(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x[:0]) == 0
+    pooled = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.MaxPool2d(2))
+    for bent in (nn.Sequential(nn.Linear(4, 2), nn.ReLU()), pooled):
+        assert regularizers.ROLL(1.0, 1.0)(bent, x[:0]) == 0
 
 
 def test_steps_of_a_training_leave_nothing_behind_in_torch():

@@ -266,7 +266,8 @@ class Budget:
 
     def _problem(self) -> SizeProblem:
         """Return the problem of choosing sizes with the importance known by now."""
-        if self.importance == "norm" or self.steps == 0:
+        is_first_order = self.importance == "taylor" and self.steps > 0
+        if not is_first_order:
             lost = by_norm(self._structure)
         elif unknown := self._taylor.unknown():
             raise RuntimeError(
@@ -275,7 +276,7 @@ class Budget:
             )
         else:
             lost = self._taylor.lost()
-        return self._structure.problem(self.cost, lost, self._least, self._round_to, self._times)
+        return self._structure.problem(self.cost, lost, self._least, self._round_to, self._times, once=is_first_order)
 
     def _sizes_now(self) -> Sizes | None:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted.

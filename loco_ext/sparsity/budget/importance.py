@@ -56,7 +56,7 @@ class Taylor:
     over the norms if each call of the layer has its own, or if several read the filter's channel behind concatenations.
     Else it is the sum of ``w dL/dw`` over its weights, as for rings. That sum is zero if the norm has no weights, or
     frozen ones, and normalises by what it is given, which cancels the filter's length; then it is the root of the sum
-    of squares.
+    of squares. Filters of one group have equal parts of the group's change.
 
     Source:
         Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
@@ -105,6 +105,9 @@ class Taylor:
                 shift = _product(getattr(owner, "bias", None), gradient, where)
                 if shift is not None:
                     changes[-1][:, -1] += shift
+            if (groups := getattr(layer.module, "groups", 1)) > 1:  # each of which goes as a whole
+                of_groups = changes[-1][:, -1].view(groups, -1)
+                changes[-1][:, -1] = of_groups.mean(1, keepdim=True).expand_as(of_groups).flatten()
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite

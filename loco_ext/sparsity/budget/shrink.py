@@ -100,7 +100,8 @@ def shrink_to(
     rounded, kept = check_count("round_to", round_to, 1), least_filters(structure, least)
     run = dense if len(inputs) == 1 else lambda given: dense(*given)
     lost = _lost(structure, run, importance, batches, loss)
-    problem = structure.problem(cost, lost, kept, rounded, structure.times() if cost == "latency" else None)
+    times = structure.times() if cost == "latency" else None
+    problem = structure.problem(cost, lost, kept, rounded, times, once=importance == "taylor")
     found = BudgetSearch(dense, inputs, structure, problem, cost, share).search()
     network, report = found.network, found.report
     if cost == "latency":

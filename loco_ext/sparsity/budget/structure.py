@@ -51,6 +51,8 @@ class PrunableLayer:
         reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
             are depthwise, go with the filter that reads them.
         kept: whether every filter stays whole.
+        follower: name of the convolution with groups that alone reads the layer's output, so that channels of both go
+            together; empty if there is none.
         inputs: shape, dtype, device and memory format of the layer's input on the example, for each call.
     """
 
@@ -64,6 +66,7 @@ class PrunableLayer:
     writes: Integers
     reads: Integers | None
     kept: bool
+    follower: str
     inputs: list[Mapping[str, Any]]
 
     @property
@@ -106,6 +109,7 @@ class Structure:
         least: Mapping[str, int],
         round_to: int = 1,
         times: Sequence[LayerTime | None] | None = None,
+        once: bool = False,
     ) -> SizeProblem:
         """Return the problem of choosing sizes.
 
@@ -114,11 +118,14 @@ class Structure:
             lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
             least: number of filters that stay, by the layer's name.
             round_to: see :class:`SizeProblem`.
+            once: whether filters that go with those of a follower lose no importance beside theirs.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         fixed = self.fixed | self._read_in_parts(lost)
         for layer, time in zip(self.layers, times or [None] * len(self.layers), strict=True):
             weight, table = layer.weight, log_importance_lost(lost[layer.name].double().cpu().numpy(), layer.writes)
+            if once and layer.follower in lost and bool(lost[layer.follower].any()):
+                table[:, -1] = 0.0
             if layer.kept:
                 table[:, 1:] = np.inf
             table[fixed[layer.writes], -1] = np.inf
@@ -290,17 +297,16 @@ def structure_of(
             (source,) = channels.sources(node)
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
-            found = (_own(own, x, channels.info.module(x)) for x in channels.info.norms_behind(node))
-            behind = [norm for norm in found if norm is not None]
+            norms_behind = (_own(own, x, channels.info.module(x)) for x in channels.info.norms_behind(node))
+            behind = [norm for norm in norms_behind if norm is not None]
             scales = [(norm, np.arange(len(classes))) for norm in behind] or _scales(channels, own, node)
             # Groups, and layers with several calls, run at the size of their largest filter: smaller ones save nothing.
             is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
             timed = mine if type(mine) is type(module) else module
-            layers.append(
-                PrunableLayer(str(node.target), mine, timed, behind, scales, rings, pixels, classes, reads, kept, read)
-            )
+            found = (rings, pixels, classes, reads, kept, _follower(channels, node), read)
+            layers.append(PrunableLayer(str(node.target), mine, timed, behind, scales, *found))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
@@ -358,6 +364,25 @@ def _scales(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> 
             elif channels.role(user) is not Role.SIZE:
                 return []
     return found
+
+
+def _follower(channels: Channels, node: fx.Node) -> str:
+    """Return the name of the convolution with groups that alone reads a layer's output, with norms and the like before.
+
+    Empty if there is none, or either of both layers is called again.
+    """
+    info, found, ways = channels.info, set[fx.Node](), [node]
+    for way in ways:  # which grow
+        for user in way.users:
+            if getattr(info.module(user), "groups", 1) > 1:
+                found.add(user)
+            elif channels.role(user) is Role.PER_CHANNEL:
+                ways += [user] if user not in ways else []
+            elif channels.role(user) is not Role.SIZE:
+                return ""
+    if len(found) != 1 or any(info.is_called_again(each) for each in (node, *found)):
+        return ""
+    return str(next(iter(found)).target)
 
 
 def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,11 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
         for j, choice in itertools.product((0, len(weight) - 1), range(1, len(layer.taps))):
             outside: Any = (j, slice(None), (rings < choice).view(weight.shape[2:])) if weight.dim() > 2 else j
             parts = [(weight, outside)]
+            together = len(weight) // layer.module.groups if getattr(layer.module, "groups", 1) > 1 else 1
             if choice == len(layer.taps) - 1:
-                parts = [(p, j) for p in (scale, shift) if p is not None]
-            expected = ((losses(parts, 1 + h) - losses(parts, 1 - h)) / (2 * h)).square().sum()
+                group = slice(j - j % together, j - j % together + together)
+                parts = [(p, group) for p in (scale, shift) if p is not None]
+            expected = ((losses(parts, 1 + h) - losses(parts, 1 - h)) / (2 * h * together)).square().sum()
             found = lost[layer.name][j, choice]
             assert found >= expected * (1 - 1e-4) - 1e-12
             if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part changes more by itself
@@ -139,3 +142,41 @@ def test_norm_is_the_share_of_the_folded_filters() -> None:
     torch.testing.assert_close(lost[:, -1], energy.sum((1, 2, 3)) / energy.sum(), rtol=1e-5, atol=0)
     inner = energy[:, :, 1:-1, 1:-1].sum((1, 2, 3))
     torch.testing.assert_close(lost[:, -1] - lost[:, 1], inner / energy.sum(), rtol=1e-4, atol=1e-9)
+
+
+def chain(net: Any, x: Tensor) -> Tensor:
+    return net.last(F.relu(net.norms[1](net.inner(F.relu(net.norms[0](net.first(x))))))).mean((2, 3))
+
+
+def read_elsewhere(net: Any, x: Tensor) -> Tensor:
+    y = F.relu(net.norms[0](net.first(x)))
+    return net.last(y + F.relu(net.norms[1](net.inner(y)))).mean((2, 3))
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_group_is_worth_the_change_of_the_loss_without_it_once(groups: int) -> None:
+    """The filters before it, which go with it, lose nothing beside, unless other layers read them as well."""
+    layers = {"first": conv(3, 8), "inner": nn.Conv2d(8, 8, 3, padding=1, groups=groups), "last": conv(8, 4)}
+    norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+    model, x = Network(chain, **layers, norms=norms).double(), IMAGES_OF_8.double()
+    structure = structure_of(model, [x], "half", "rings")
+    factors = torch.ones(groups, dtype=torch.double, requires_grad=True)
+    nn.init.normal_(norms[1].bias)
+    hook = norms[1].register_forward_hook(
+        lambda module, given, y: y * factors.repeat_interleave(8 // groups)[:, None, None]
+    )
+    F.cross_entropy(model(x), torch.arange(2)).backward()
+    hook.remove()
+    taylor = Taylor(structure)
+    taylor.add(lambda parameter: parameter.grad)
+    lost = taylor.lost()
+    torch.testing.assert_close(lost["inner"][:, -1].view(groups, -1).sum(1), factors.grad.abs())
+    for function, name in ((chain, "inner"), (read_elsewhere, "")):
+        model.function = function
+        structure = structure_of(model, [x], "half", "rings")
+        assert [layer.follower for layer in structure.layers] == [name, "", ""]
+        twice, once = (structure.problem("macs", lost, {n: 1 for n in lost}, once=o).layers for o in (False, True))
+        assert (once[0].lost[:, -1] == 0).all() == bool(name)
+        assert (twice[0].lost[:, -1] > 0).all()
+        assert np.array_equal(once[0].lost[:, :-1], twice[0].lost[:, :-1])
+        assert all(np.array_equal(a.lost, b.lost) for a, b in zip(once[1:], twice[1:], strict=True))
