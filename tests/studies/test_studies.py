@@ -179,7 +179,8 @@ def test_networks_of_a_seed_begin_alike_and_their_decay_is_that_of_the_arm():
 def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(tmp_path, monkeypatch):
     effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
     widths = np.array([1.0, 0.7, 0.6, 0.5, 0.4])
-    few_images(monkeypatch, budget_cifar10, 40, 16, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
+    constants = {"WIDTHS": widths, "TIMED": {1: "1 image"}, "EFFORT": effort, "PRUNING_STEPS": 20}
+    few_images(monkeypatch, budget_cifar10, 40, 16, **constants)
     out = tmp_path / "budget_cifar10-x.json"
     options = {"model": "resnet8", "first": 0, "epochs": 2, "images": 40, "ways": "", "device": "cpu"}
     options["branches"] = "attention"
