@@ -14,8 +14,8 @@ is tuned in the same way, and there is a further arm with the strength that suit
 decay, the arm has the networks of "towards the centre".
 
 On one core of an AMD EPYC a network takes 22 s of processor time for 500 images and kernels of 3x3, 37 s for 5x5, and
-70 s for 5,000 images and 3x3. The first command trains 44 networks in each of six cells, in four to five hours; all
-cells take about 60 hours.
+70 s for 5,000 images and 3x3. The first command trains at most 44 networks in each of six cells, in four to five hours;
+all cells take about 60 hours.
 
 The network is the small CNN at half of its width. It sees fewer images for more epochs, in proportion to the root.
 Each network is added to the results when it is trained, and is not trained again: the study may be stopped at any time,

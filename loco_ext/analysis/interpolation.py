@@ -1,7 +1,7 @@
 """Paths between two models: linear in the weights, along a trained string, or between the outputs."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,10 +100,7 @@ def interpolate(
     model = copied(first).eval()
     with measuring(model, device_of(model)):
         for step in range(steps):
-            batch = data[step % len(data)]
-            for before, point, after in zip(string, string[1:], string[2:], strict=False):
-                _descend(model, point, loss, batch, learning_rate)
-                _draw(point, before, after, stiffness)
+            _relax(model, string, loss, data[step % len(data)], learning_rate, stiffness)
     return _along(first, iter(string), alphas)
 
 
@@ -169,6 +166,20 @@ def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> It
         for name, tensor in _tensors(model).items():
             tensor.copy_(state[name])
         yield alpha, model
+
+
+def _relax(
+    model: nn.Module,
+    string: Sequence[State],
+    loss: Loss,
+    batch: tuple[Tensor, Tensor],
+    learning_rate: float,
+    stiffness: float,
+) -> None:
+    """Let each inner point of a string take one step down, and draw it to its neighbours, in place."""
+    for before, point, after in zip(string, string[1:], string[2:], strict=False):
+        _descend(model, point, loss, batch, learning_rate)
+        _draw(point, before, after, stiffness)
 
 
 def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float) -> None:

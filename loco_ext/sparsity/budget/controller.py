@@ -276,7 +276,8 @@ class Budget:
             )
         else:
             lost = self._taylor.lost()
-        return self._structure.problem(self.cost, lost, self._least, self._round_to, self._times, once=is_first_order)
+        arguments = self.cost, lost, self._least, self._round_to, self._times
+        return self._structure.problem(*arguments, followers_alone=is_first_order)
 
     def _sizes_now(self) -> Sizes | None:
         """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted.

@@ -101,13 +101,12 @@ def shrink_to(
     run = dense if len(inputs) == 1 else lambda given: dense(*given)
     lost = _lost(structure, run, importance, batches, loss)
     times = structure.times() if cost == "latency" else None
-    problem = structure.problem(cost, lost, kept, rounded, times, once=importance == "taylor")
+    problem = structure.problem(cost, lost, kept, rounded, times, followers_alone=importance == "taylor")
     found = BudgetSearch(dense, inputs, structure, problem, cost, share).search()
-    network, report = found.network, found.report
-    if cost == "latency":
-        network, _ = compacted(network, inputs, fold_norms=False, may_stay=False)
+    is_compact = cost != "latency"
+    network = found.network if is_compact else compacted(found.network, inputs, fold_norms=False, may_stay=False)[0]
     take_modes(network, model)
-    return network, report
+    return network, found.report
 
 
 def check_budget(**budgets: float | None) -> tuple[str, float]:

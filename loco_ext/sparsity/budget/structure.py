@@ -1,6 +1,6 @@
 """The parts of a model that can be removed: the layers with filters, the channels that they share, and their costs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -109,7 +109,7 @@ class Structure:
         least: Mapping[str, int],
         round_to: int = 1,
         times: Sequence[LayerTime | None] | None = None,
-        once: bool = False,
+        followers_alone: bool = False,
     ) -> SizeProblem:
         """Return the problem of choosing sizes.
 
@@ -118,13 +118,14 @@ class Structure:
             lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
             least: number of filters that stay, by the layer's name.
             round_to: see :class:`SizeProblem`.
-            once: whether filters that go with those of a follower lose no importance beside theirs.
+            followers_alone: whether filters that go with a follower's lose no importance beside it, because the change
+                of the loss without both is that without the follower's.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         fixed = self.fixed | self._read_in_parts(lost)
         for layer, time in zip(self.layers, times or [None] * len(self.layers), strict=True):
             weight, table = layer.weight, log_importance_lost(lost[layer.name].double().cpu().numpy(), layer.writes)
-            if once and layer.follower in lost and bool(lost[layer.follower].any()):
+            if followers_alone and layer.follower in lost and bool(lost[layer.follower].any()):
                 table[:, -1] = 0.0
             if layer.kept:
                 table[:, 1:] = np.inf
@@ -305,8 +306,8 @@ def structure_of(
             rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
             timed = mine if type(mine) is type(module) else module
-            found = (rings, pixels, classes, reads, kept, _follower(channels, node), read)
-            layers.append(PrunableLayer(str(node.target), mine, timed, behind, scales, *found))
+            known = str(node.target), mine, timed, behind, scales, rings, pixels, classes, reads, kept
+            layers.append(PrunableLayer(*known, _follower(channels, node), read))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
     elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
     in_layers = sum(layer.pixels * layer.module.weight.numel() for layer in layers)
@@ -349,40 +350,42 @@ def _scales(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> 
 
     On the way there, channels stay apart, as in concatenations.
     """
-    info, found, ways, ids = channels.info, list[tuple[Any, Integers]](), [node], channels.values[node].ids
-    if info.is_called_again(node):
-        return []
-    for way in ways:  # which grow
-        for user in way.users:
-            if info.is_norm(user):
-                norm, numbers = _own(own, user, info.module(user)), channels.values[user].ids
-                if norm is None or info.is_called_again(user) or any(np.sum(numbers == each) != 1 for each in ids):
-                    return []
-                found.append((norm, np.asarray([np.argmax(numbers == each) for each in ids])))
-            elif channels.role(user) in (Role.CAT, Role.PER_CHANNEL, Role.WIDEN):
-                ways += [user] if user not in ways else []
-            elif channels.role(user) is not Role.SIZE:
-                return []
+    info, found, ids = channels.info, list[tuple[Any, Integers]](), channels.values[node].ids
+    for end in _readers(channels, node, info.is_norm, (Role.PER_CHANNEL, Role.CAT, Role.WIDEN)):
+        norm, numbers = _own(own, end, info.module(end)), channels.values[end].ids
+        if norm is None or any(np.sum(numbers == each) != 1 for each in ids):
+            return []
+        found.append((norm, np.asarray([np.argmax(numbers == each) for each in ids])))
     return found
 
 
 def _follower(channels: Channels, node: fx.Node) -> str:
-    """Return the name of the convolution with groups that alone reads a layer's output, with norms and the like before.
+    """Return the name of the convolution with groups that alone reads a layer's output; empty if there is none.
 
-    Empty if there is none, or either of both layers is called again.
+    Norms and activations may be before it.
     """
-    info, found, ways = channels.info, set[fx.Node](), [node]
+    info = channels.info
+    found = _readers(channels, node, lambda user: getattr(info.module(user), "groups", 1) > 1, (Role.PER_CHANNEL,))
+    return str(found[0].target) if len(found) == 1 else ""
+
+
+def _readers(
+    channels: Channels, node: fx.Node, is_reader: Callable[[fx.Node], bool], through: Collection[Role]
+) -> list[fx.Node]:
+    """Return the nodes of a kind that read a layer's output, through nodes of these roles.
+
+    Empty if any other node reads it, or if the layer or one of these is called again.
+    """
+    found, ways = dict[fx.Node, None](), [node]
     for way in ways:  # which grow
         for user in way.users:
-            if getattr(info.module(user), "groups", 1) > 1:
-                found.add(user)
-            elif channels.role(user) is Role.PER_CHANNEL:
+            if is_reader(user):
+                found[user] = None
+            elif channels.role(user) in through:
                 ways += [user] if user not in ways else []
             elif channels.role(user) is not Role.SIZE:
-                return ""
-    if len(found) != 1 or any(info.is_called_again(each) for each in (node, *found)):
-        return ""
-    return str(next(iter(found)).target)
+                return []
+    return [] if any(map(channels.info.is_called_again, (node, *found))) else [*found]
 
 
 def _kind(channels: Channels, node: fx.Node) -> Mapping[str, Any]:

@@ -175,7 +175,10 @@ def test_a_group_is_worth_the_change_of_the_loss_without_it_once(groups: int) ->
         model.function = function
         structure = structure_of(model, [x], "half", "rings")
         assert [layer.follower for layer in structure.layers] == [name, "", ""]
-        twice, once = (structure.problem("macs", lost, {n: 1 for n in lost}, once=o).layers for o in (False, True))
+        twice, once = (
+            structure.problem("macs", lost, dict.fromkeys(lost, 1), followers_alone=alone).layers
+            for alone in (False, True)
+        )
         assert (once[0].lost[:, -1] == 0).all() == bool(name)
         assert (twice[0].lost[:, -1] > 0).all()
         assert np.array_equal(once[0].lost[:, :-1], twice[0].lost[:, :-1])

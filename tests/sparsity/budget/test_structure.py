@@ -1,4 +1,4 @@
-"""What can be removed of a model: the importance that is lost, and what masks leave alone."""
+"""The parts of a model that can be removed: the importance that they lose, and what their masks leave alone."""
 
 from typing import Any
 
