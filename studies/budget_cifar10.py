@@ -16,7 +16,8 @@ networks learn from it in all epochs, those that are pruned at the cut in the ep
 
 With ``--branches attention``, each residual branch ends with attention to channels. With ``--branches groups``, a
 branch is a 1x1 convolution, one of 3x3 in groups of four channels, and a 1x1 convolution, as in ResNeXt (Xie et al.,
-2017).
+2017). With ``--branches inverted``, its 3x3 convolution is depthwise and has four times as many channels, as in
+MobileNetV2 (Sandler et al., 2018).
 """
 
 import copy
@@ -59,7 +60,7 @@ EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
 PRUNING_STEPS = 200  # steps of Torch-Pruning from the whole network to none
 CPU = torch.device("cpu")
 PLAIN = "convolutions"
-BRANCHES = (PLAIN, "attention", "groups")
+BRANCHES = (PLAIN, "attention", "groups", "inverted")
 
 
 class Attention(nn.Module):
@@ -75,12 +76,18 @@ class Attention(nn.Module):
         return x * torch.sigmoid(gates)[:, :, None, None]
 
 
-def grouped(residual: nn.Sequential) -> nn.Sequential:
-    """Return a branch of ResNeXt's kind in place of two convolutions, with as many channels before and after."""
+def grouped(residual: nn.Sequential, size: int, expansion: int) -> nn.Sequential:
+    """Return a branch whose 3x3 convolution has groups, with as many channels before and after as the given one.
+
+    Args:
+        size: channels of a group.
+        expansion: channels inside the branch, for each that comes out.
+    """
     first: Any = residual[0]
     last: Any = residual[-1]
-    inner = 4 * max(1, last.num_features // 4)
-    options: dict[str, Any] = {"padding": 1, "stride": first.stride, "groups": inner // 4, "bias": False}
+    groups = max(1, expansion * last.num_features // size)
+    inner = size * groups
+    options: dict[str, Any] = {"padding": 1, "stride": first.stride, "groups": groups, "bias": False}
     return nn.Sequential(
         *(nn.Conv2d(first.in_channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
         *(nn.Conv2d(inner, inner, 3, **options), nn.BatchNorm2d(inner), nn.ReLU()),
@@ -120,7 +127,9 @@ class Study:
             if isinstance(module, ResidualBlock) and self.branches == "attention":
                 module.residual.append(Attention(module.residual[-1].num_features))  # type: ignore[arg-type]
             if isinstance(module, ResidualBlock) and self.branches == "groups":
-                module.residual = grouped(module.residual)
+                module.residual = grouped(module.residual, size=4, expansion=1)
+            if isinstance(module, ResidualBlock) and self.branches == "inverted":
+                module.residual = grouped(module.residual, size=1, expansion=4)
             if not isinstance(module, nn.Conv2d):
                 continue
             options: dict[str, Any] = {"bias": False}
@@ -449,7 +458,7 @@ def main(
     images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 50_000,
     ways: Annotated[str, typer.Option(help="Ways to train, separated by semicolons; all if empty.")] = "",
     device: Device = "cpu",
-    branches: Annotated[str, typer.Option(help="Residual branches: convolutions, attention or groups.")] = PLAIN,
+    branches: Annotated[str, typer.Option(help=f"Residual branches: {', '.join(BRANCHES)}.")] = PLAIN,
     time: Annotated[bool, typer.Option("--time", help="Time the trained networks, on the CPU; train none.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:

@@ -206,6 +206,19 @@ def test_networks_of_each_way_have_their_share_of_the_macs_and_are_trained_once(
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
 
 
+@pytest.mark.parametrize(("branches", "inner", "size"), [("groups", [16, 32, 64], 4), ("inverted", [64, 128, 256], 1)])
+def test_branches_have_convolutions_in_groups(branches, inner, size, tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40)
+    dataset = budget_cifar10.load("cifar10", tmp_path)
+    study = budget_cifar10.Study(dataset, tmp_path, "resnet8", 2, branches=branches)
+    network = study.network(0)
+    found = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d) and m.groups > 1]
+    assert [(m.kernel_size, m.stride, m.in_channels, m.out_channels, m.in_channels // m.groups) for m in found] == [
+        ((3, 3), (stride, stride), channels, channels, size) for stride, channels in zip((1, 2, 2), inner, strict=True)
+    ]
+    assert network(study.images).shape == (1, 10)
+
+
 def test_a_network_that_was_shrunk_to_a_latency_is_kept_and_may_be_trained_elsewhere(tmp_path, monkeypatch):
     few_images(monkeypatch, budget_cifar10, 40, TIMED={1: "1 image"})
     study = budget_cifar10.Study(budget_cifar10.load("cifar10", tmp_path).first(40), tmp_path, "resnet8", 2)
