@@ -41,7 +41,8 @@ def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str
 
     Raises:
         TypeError: ``model`` or ``example_inputs`` has another type, or a mapping comes with inputs.
-        ValueError: there is no such weight, one is lazy and has no shape yet, or one contains NaN or inf.
+        ValueError: there is no such weight, one is lazy and has no shape yet, one is on the meta device and has no
+            values, or one contains NaN or inf.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, (1, 7)))
     >>> {name: tuple(weight.shape) for name, weight in conv_weights(model).items()}
@@ -55,11 +56,10 @@ def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str
         candidates = _of_mapping(model)
     else:
         raise TypeError(f"model: expected a module or a mapping of names to tensors, got {type(model).__name__}")
-    found = {
-        name: weight.detach().to(device="cpu", dtype=torch.float64)
-        for name, weight in candidates.items()
-        if _has_classes(weight)
-    }
+    weights = {name: weight for name, weight in candidates.items() if _has_classes(weight)}
+    if empty := [name for name, weight in weights.items() if weight.is_meta]:
+        raise ValueError(f"model: expected weights with values, those of {empty} are on the meta device")
+    found = {name: weight.detach().to(device="cpu", dtype=torch.float64) for name, weight in weights.items()}
     if not found:
         raise ValueError(
             "model: expected a floating-point convolution weight of more than one tap and of odd spatial sizes up to "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from loco_ext import compiler
 from loco_ext.analysis.curvature import Batches, Loss, batch_loss, check_data
@@ -39,7 +39,7 @@ def interpolate(
     ``"linear"`` uses the weights ``(1 - alpha) * first + alpha * second``. ``"string"`` starts there; in each step,
     each inner point in turn takes one step of gradient descent, all on the same batch, and is then drawn towards its
     neighbours, ``x += stiffness * (before + after - 2 * x)``. ``"outputs"`` averages the outputs (logits) of the two
-    models, ``(1 - alpha) * first(x) + alpha * second(x)``.
+    models, ``(1 - alpha) * first(x) + alpha * second(x)``, also in tuples and dicts.
 
     Args:
         first, second: models whose parameters and buffers have the same names, shapes and dtypes; any two models
@@ -105,14 +105,17 @@ def interpolate(
 
 
 class MeanOutputs(nn.Module):
-    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``."""
+    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``, tensor by tensor if there are several."""
 
     def __init__(self, first: nn.Module, second: nn.Module, alpha: float) -> None:
         super().__init__()
         self.first, self.second, self.alpha = first, second, alpha
 
     def forward(self, x: Tensor) -> Tensor:
-        return (1 - self.alpha) * self.first(x.clone()) + self.alpha * self.second(x)  # both may write to their inputs
+        return self.mean(self.first(x.clone()), self.second(x))  # both may write to their inputs
+
+    def mean(self, first: Any, second: Any) -> Any:
+        return tree_map(lambda a, b: (1 - self.alpha) * a + self.alpha * b, first, second)
 
 
 class MeanOutputsOfSeveral(MeanOutputs):
@@ -120,7 +123,7 @@ class MeanOutputsOfSeveral(MeanOutputs):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-        return (1 - self.alpha) * self.first(*copies[0], **copies[1]) + self.alpha * self.second(*args, **kwargs)
+        return self.mean(self.first(*copies[0], **copies[1]), self.second(*args, **kwargs))
 
 
 def _takes_one_input(model: nn.Module) -> bool:

@@ -221,7 +221,7 @@ class LocalityOptimizer(Optimizer):
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         for group, plan in by_torch:
             self._check_numbers(group)
-            check_torch_step(group, plan)
+            check_torch_step(group, plan, self.state)
         batches = self._collect(plans)
         for batch in batches:
             batch.localize()

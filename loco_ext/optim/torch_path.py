@@ -1,6 +1,6 @@
 """Steps of torch's own optimizer classes, with the decay that they lack: by a map, or L1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from loco_ext.optim.plan import StepPlan
 from loco_ext.optim.sharding import is_sharded, replicated_maps
 
 
-def check_torch_step(group: Group, plan: StepPlan) -> None:
+def check_torch_step(group: Group, plan: StepPlan, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Raise if the decay or the penalties, of which torch knows nothing, cannot be applied; nothing is written.
 
     Raises:
-        TypeError, ValueError: torch would refuse the step after a decoupled decay has been written; or the gradient of
-            a parameter whose decay torch does not know is sparse.
+        TypeError, ValueError, KeyError: torch would refuse the step after a decoupled decay has been written; or the
+            gradient of a parameter whose decay torch does not know is sparse.
         NotImplementedError: parameters of a group with penalties are sharded.
     """
     grads = {i: param.grad for i, param in enumerate(plan.params) if param.grad is not None}
@@ -29,6 +29,9 @@ def check_torch_step(group: Group, plan: StepPlan) -> None:
             raise TypeError(f"locality, norm: expected a dense gradient for shape {shape}, got a sparse one")
     if written:
         _check_adamw(group, plan)
+        stepped = [states[plan.params[i]] for i in grads if plan.params[i] in states]
+        if group["amsgrad"] and any(state and "max_exp_avg_sq" not in state for state in stepped):
+            raise KeyError("state: expected max_exp_avg_sq of all parameters with amsgrad=True, got some without it")
     if plan.penalties and any(map(is_sharded, plan.params)):
         raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
 

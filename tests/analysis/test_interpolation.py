@@ -90,6 +90,26 @@ def test_outputs_of_models_in_evaluation_mode_are_mixed():
         torch.testing.assert_close(model(x.clone(), {"mask": mask}, shift=0.5), (2 - 3 * alpha) * (x + 0.5) * mask)
 
 
+class Several(nn.Module):
+    """A model that returns two tensors in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return {"logits": self.layer(x), "features": (x, self.layer.weight)}
+
+
+def test_outputs_in_dicts_and_tuples_are_mixed():
+    ends, x = (Several(), Several()), torch.randn(4, 3)
+    for alpha, model in analysis.interpolate(*ends, 3, "outputs"):
+        logits, (same, weight) = model(x).values()
+        torch.testing.assert_close(logits, (1 - alpha) * ends[0].layer(x) + alpha * ends[1].layer(x))
+        torch.testing.assert_close(weight, (1 - alpha) * ends[0].layer.weight + alpha * ends[1].layer.weight)
+        torch.testing.assert_close(same, x)
+
+
 def test_mixed_outputs_of_one_input_can_be_traced():
     first, second = (nn.Sequential(nn.Linear(3, 4), nn.ReLU()) for _ in range(2))
     (_, model), *_ = analysis.interpolate(first, second, 2, "outputs")

@@ -211,3 +211,11 @@ def test_a_decoupled_decay_is_not_written_if_torch_refuses_the_step(changes, nam
         optimizer.step()
     assert bool((kernel == 1).all())
     assert not any(optimizer.state.values())
+    optimizer.param_groups[0].update({name: optimizer.defaults[name] for name in changes})
+    set_gradients([kernel, other], 0)
+    optimizer.step()
+    stepped = kernel.clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(KeyError, match="expected max_exp_avg_sq"):
+        optimizer.step()
+    assert torch.equal(kernel, stepped)
