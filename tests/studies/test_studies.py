@@ -15,7 +15,7 @@ from scipy import stats
 
 from bench import generated, harness
 from loco_ext.analysis import estimate_locality
-from loco_ext.experiments import data, region_pictures, regions
+from loco_ext.experiments import data, figures, region_pictures, regions
 from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.train import make_optimizer, train_epoch
@@ -47,6 +47,12 @@ def few_images(monkeypatch, module, count, size=8, **constants):
     monkeypatch.setattr(module, "load", lambda name, folder: dataset, raising=False)
     for name, value in constants.items():
         monkeypatch.setattr(module, name, value)
+
+
+def without_figures_of_runs(monkeypatch, runs):
+    """Let no run of a study draw its own figures, which other tests look at; the study's own are drawn."""
+    save, own = figures.save, runs / "figures"
+    monkeypatch.setattr(figures, "save", lambda drawn, out: save(drawn, out) if out == own else None)
 
 
 def section(name, folder):
@@ -318,6 +324,7 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     # The epochs are one dense, one for each of two strengths, and one of the refit.
     assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
     runs, out = tmp_path / "runs", tmp_path / "frontier_cifar10-x.json"
+    without_figures_of_runs(monkeypatch, runs)
     frontier_cifar10.main(tmp_path, runs, out, only="resnet8 rings prox")
     assert [path.name for path in runs.iterdir()] == ["resnet8-dense", "resnet8-rings-prox"]
     frontier_cifar10.main(tmp_path, runs, out)
@@ -352,6 +359,7 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     small = {"model": "plain8", "width": 0.1, "batch_size": 20}
     monkeypatch.setattr(efcn_cifar10, "efcn_preset", lambda name, **options: preset(name, **options | small))
     runs, out = tmp_path / "runs", tmp_path / "efcn_cifar10-x.json"
+    without_figures_of_runs(monkeypatch, runs)
     efcn_cifar10.main(tmp_path, runs, out, only="lcn")
     assert not out.exists()
     efcn_cifar10.main(tmp_path, runs, out)
