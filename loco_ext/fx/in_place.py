@@ -2,12 +2,11 @@
 
 import copy
 import operator
-from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.operations import RETURNING_NEW, operation, reads_numbers
+from loco_ext.fx.operations import RETURNING_NEW, module_of, operation, reads_numbers
 from loco_ext.fx.trace import UntraceableError
 
 _OUT_OF_PLACE = {
@@ -18,26 +17,22 @@ _OUT_OF_PLACE = {
 }
 _NAMED_LIKE_WRITES = (operator.and_, operator.or_, operator.not_, operator.is_)
 _IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # in eval mode
-Modules = Mapping[str, nn.Module]
 
 
-def is_in_place(node: fx.Node, modules: Modules) -> bool:
+def is_in_place(node: fx.Node) -> bool:
     """Return whether the node writes to its first argument."""
-    if node.op == "call_module":
-        return bool(getattr(modules[str(node.target)], "inplace", False))
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.op not in ("call_method", "call_function"):
-        return False
+        return bool(getattr(module_of(node), "inplace", False))
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     named = name.endswith("_") and not name.endswith("__") and node.target not in _NAMED_LIKE_WRITES
     return named or (node.op == "call_function" and (node.target in _OUT_OF_PLACE or bool(node.kwargs.get("inplace"))))
 
 
-def may_alias(node: fx.Node, modules: Modules) -> bool:
+def may_alias(node: fx.Node) -> bool:
     """Return whether the node may return its first argument or a view of it."""
-    if node.op == "call_module":
-        return isinstance(modules[str(node.target)], (*_IDENTITIES, nn.Flatten, nn.Unflatten))
-    written = is_in_place(node, modules)
-    return node.op in ("call_method", "call_function") and (written or operation(node, modules) not in RETURNING_NEW)
+    if node.op not in ("call_method", "call_function"):
+        return isinstance(module_of(node), (*_IDENTITIES, nn.Flatten, nn.Unflatten))
+    return is_in_place(node) or operation(node) not in RETURNING_NEW
 
 
 def read_results_of_writes(graph: fx.GraphModule) -> None:
@@ -46,15 +41,14 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
     Raises:
         UntraceableError: an operation writes to something else, or to what may be a view of a value that is read later.
     """
-    modules = dict(graph.named_modules())
     order = {node: place for place, node in enumerate(graph.graph.nodes)}
     sharing: dict[fx.Node, list[fx.Node]] = {}  # nodes that may share memory with each node, including itself
     for node in graph.graph.nodes:
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        writes = is_in_place(node, modules)
+        writes = is_in_place(node)
         if node.kwargs.get("out") is not None:
             raise UntraceableError(f"{node.name} writes to its argument `out`")
-        if first is None or not (writes or may_alias(node, modules)):
+        if first is None or not (writes or may_alias(node)):
             if writes:
                 raise UntraceableError(f"{node.name} writes to something that is not its first argument")
             sharing[node] = [node]
@@ -62,7 +56,7 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
         if writes:
             for other in sharing[first]:
                 later = [user for user in other.users if order[user] > order[node] and reads_numbers(user)]
-                if later and _origin(other, modules) is not _origin(first, modules):
+                if later and _origin(other) is not _origin(first):
                     raise UntraceableError(
                         f"{node.name} changes {first.name} in place, which may be a view of {other.name}, read later"
                     )
@@ -72,29 +66,26 @@ def read_results_of_writes(graph: fx.GraphModule) -> None:
         sharing[node] = sharing[first]
 
 
-def _origin(node: fx.Node, modules: Modules) -> fx.Node:
+def _origin(node: fx.Node) -> fx.Node:
     """Return the node whose whole result this one returns, perhaps after writing to it."""
-    while _returns_argument(node, modules) or is_in_place(node, modules):
+    while _returns_argument(node) or is_in_place(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _returns_argument(node: fx.Node, modules: Modules) -> bool:
-    if node.op == "call_module":
-        return isinstance(modules[str(node.target)], _IDENTITIES)
-    if node.op == "call_method":
-        return node.target == "detach"
-    return node.op == "call_function" and getattr(node.target, "__name__", "").endswith("dropout")
+def _returns_argument(node: fx.Node) -> bool:
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", "").endswith("dropout")
+    return isinstance(module_of(node), _IDENTITIES) or (node.op == "call_method" and node.target == "detach")
 
 
 def make_out_of_place(graph: fx.GraphModule) -> None:
     """Replace in-place operations whose memory something else may read, or own, by those that return a new tensor."""
-    modules = dict(graph.named_modules())
     for node in graph.graph.nodes:
-        if not is_in_place(node, modules) or _owns_memory(node, modules):
+        if not is_in_place(node) or _owns_memory(node):
             continue
         if node.op == "call_module":
-            module = copy.copy(modules[str(node.target)])
+            module = copy.copy(module_of(node))
             module.inplace = False
             node.target = f"{str(node.target).replace('.', '_')}_{node.name}"
             graph.add_module(node.target, module)
@@ -105,14 +96,15 @@ def make_out_of_place(graph: fx.GraphModule) -> None:
         elif node.kwargs.get("inplace"):
             node.kwargs = {**node.kwargs, "inplace": False}
         else:
-            node.target = getattr(torch, node.target.__name__[:-1])
+            name = node.target.__name__[:-1]
+            node.target = getattr(torch, name, None) or getattr(nn.functional, name)
 
 
-def _owns_memory(node: fx.Node, modules: Modules) -> bool:
+def _owns_memory(node: fx.Node) -> bool:
     """Return whether nothing else reads the memory that the node writes to."""
     source = node.args[0]
     while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
-        if not (may_alias(source, modules) or is_in_place(source, modules)):
+        if not (may_alias(source) or is_in_place(source)):
             return True
         source = source.args[0]
     return False

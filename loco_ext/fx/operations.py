@@ -1,6 +1,6 @@
 """Names of the operations in a graph, the same for layers, functions and methods, and what each does to shapes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -41,13 +41,36 @@ _SYNONYMS = {
 }
 
 
-def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+def module_of(node: fx.Node) -> Any:
+    """Return the module that a node of a GraphModule's graph calls; None if it calls none."""
+    if node.op != "call_module":
+        return None
+    module: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        module = module._modules[name]  # get_submodule takes several times as long
+    return module
+
+
+def owner_of(node: fx.Node) -> str:
+    """Return the name of the module that has the tensor that the node reads, or the module that it calls."""
+    return str(node.target).rpartition(".")[0]
+
+
+def stored_tensor(node: Any) -> Any:
+    """Return the parameter or buffer that a node of a GraphModule's graph reads; None for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    root: Any = node.graph.owning_module
+    return getattr(root.get_submodule(owner_of(node)), str(node.target).rpartition(".")[2])
+
+
+def operation(node: fx.Node) -> str:
     """Return the name of what the node calls, in lower case and without underscores; "" for code that is not torch's.
 
     For example, it is "relu" for nn.ReLU, torch.relu and Tensor.relu_.
     """
     if node.op == "call_module":
-        kind = type(modules[str(node.target)])
+        kind = type(module_of(node))
         return _plain(kind.__name__) if kind.__module__.startswith("torch.nn.modules.") else ""
     if node.op == "call_method":
         return _plain(str(node.target))
@@ -96,6 +119,16 @@ def become(node: fx.Node, function: Any, *args: Any) -> None:
     node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
 
 
+def erase_unread(node: fx.Node) -> None:
+    """Erase an operation whose result nothing reads, and those whose results it alone has read, but no layers."""
+    is_operation = node.op in ("call_function", "call_method") or isinstance(module_of(node), nn.Unflatten)
+    if is_operation and not node.users:
+        read = node.all_input_nodes
+        node.graph.erase_node(node)
+        for each in read:
+            erase_unread(each)
+
+
 def numbered_axes(axes: Any, rank: int) -> set[int] | None:
     """Return the axes, among so many, that an argument lists or is; None if they are not numbers."""
     axes = [axes] if isinstance(axes, int) else axes
@@ -104,14 +137,9 @@ def numbered_axes(axes: Any, rank: int) -> set[int] | None:
     return {axis % rank for axis in axes if rank}  # none of a tensor without axes
 
 
-def axes_in_order(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[int]:
-    """Return the source's axis for each axis of a permutation's result; [] for any other node.
-
-    Args:
-        node: node with the shape of its result in its meta.
-        modules: the graph's modules, by name.
-    """
-    name, args, rank = operation(node, modules), node.args[1:], len(node.meta["shape"])
+def axes_in_order(node: fx.Node) -> list[int]:
+    """Return the source's axis for each axis of the result of a permutation, whose meta has a shape; [] for others."""
+    name, args, rank = operation(node), node.args[1:], len(node.meta["shape"])
     given = args[0] if len(args) == 1 else args
     if name not in ("permute", "transpose") or rank == 0 or node.kwargs or not isinstance(given, list | tuple):
         return []

@@ -27,6 +27,7 @@ from loco_ext.fx.operations import (
     argument,
     axes_in_order,
     is_constant_slice,
+    module_of,
     numbered_axes,
     operation,
 )
@@ -198,18 +199,13 @@ class Inference:
 
     def __init__(self, graph: fx.GraphModule, requirements: bool = True) -> None:
         self.unknowns, self._requirements = Unknowns(), requirements
-        self.sizes: dict[fx.Node, Sizes] = {}
+        self.sizes: dict[fx.Node, Sizes] = {}  # of tensors
         self.integers: dict[fx.Node, Size | Sizes] = {}  # values of nodes that read sizes
-        self._modules = dict(graph.named_modules())
         count = -1
         while count < len(self.unknowns.required):
             count = len(self.unknowns.required)
             for node in graph.graph.nodes:
                 self._infer(node)
-
-    def of(self, node: fx.Node) -> Sizes:
-        """Return the sizes of a tensor."""
-        return self.sizes[node]
 
     def number(self, node: fx.Node, axis: int) -> int | None:
         """Return the size of an axis if it is the same for every input; None if not, or if there is no such axis."""
@@ -219,10 +215,6 @@ class Inference:
     def same(self, one: fx.Node, other: fx.Node) -> bool:
         """Return whether two tensors have the same shape for every input."""
         return self.sizes[one] == self.sizes[other]
-
-    def flattened(self, node: fx.Node) -> Sizes:
-        """Return the sizes of a tensor flattened to one row of numbers for each sample."""
-        return self.unknowns.flat(self.sizes[node], 1, -1)
 
     def _infer(self, node: fx.Node) -> None:
         shape = node.meta.get("shape")
@@ -235,15 +227,10 @@ class Inference:
         if sizes is None or len(sizes) != len(shape):
             sizes = tuple(self.unknowns.defined_by((node.name, axis)) for axis in range(len(shape)))
         self.sizes[node] = tuple(self.unknowns.known(size) for size in sizes)
-        for axis, number in _required(self._module(node)).items() if node.args and self._requirements else ():
+        for axis, number in _required(_unhooked(node)).items() if node.args and self._requirements else ():
             source = self.sizes.get(node.args[0], ())  # type: ignore[arg-type]
             if -len(source) <= axis < len(source):
                 self.unknowns.require(source[axis], number)
-
-    def _module(self, node: fx.Node) -> Any:
-        """Return the module that the node calls, if the module alone determines what the call does."""
-        module = self._modules[str(node.target)] if node.op == "call_module" else None
-        return None if module is None or has_forward_hooks(module) else module
 
     def _integer(self, node: fx.Node) -> Size | Sizes | None:
         """Return the sizes, or the number computed from sizes, that the node reads."""
@@ -277,8 +264,8 @@ class Inference:
     def _rule(self, node: fx.Node) -> Sizes | None:
         if node.op == "get_attr":
             return tuple(_size(length) for length in node.meta["shape"])
-        name, first = operation(node, self._modules), node.args[0] if node.args else None
-        if node.op == "call_module" and (self._module(node) is None or len(node.args) != 1 or node.kwargs):
+        name, module, first = operation(node), _unhooked(node), node.args[0] if node.args else None
+        if node.op == "call_module" and (module is None or len(node.args) != 1 or node.kwargs):
             return None
         if name == "cat":
             return self._joined(first, argument(node, 1, "dim", 0))
@@ -288,11 +275,13 @@ class Inference:
             return None
         if first not in self.sizes:
             return self._part(first, node.args[1]) if name == "getitem" else None
-        call = _Call(node, self._module(node), self, self.sizes[first])
+        if name in _OF_CONSTANTS and len(node.all_input_nodes) > 1:  # the network computes the others
+            return None
+        call = _Call(node, module, self, self.sizes[first])
         if name in KEEPING_SHAPE:
             others = [x for x in node.all_input_nodes if x is not first and x in self.sizes]
             return None if name in ("clamp", "pow") and others else call.sizes
-        if axes := axes_in_order(node, self._modules):
+        if axes := axes_in_order(node):
             return tuple(call.sizes[axis] for axis in axes)
         if name in POOLS:
             return _pooled(call, name)
@@ -300,7 +289,7 @@ class Inference:
             return _adapted(call, ADAPTIVE_POOLS[name])
         if name in REDUCTIONS:
             return _reduced(call, *REDUCTIONS[name])
-        rule = _RULES.get(name) if call.module is None else _LAYER_RULES.get(name)
+        rule = _RULES.get(name) if module is None else _LAYER_RULES.get(name)
         return None if rule is None else rule(call)
 
     def _of_arithmetic(self, operands: Sequence[Any]) -> Sizes | None:
@@ -328,7 +317,7 @@ class Inference:
     def _part(self, whole: fx.Node, place: Any) -> Sizes | None:
         """Return the sizes of one tensor of the tuple returned by split or chunk."""
         source = whole.args[0] if whole.args else None
-        name = operation(whole, self._modules)
+        name = operation(whole)
         if name not in ("chunk", "split") or source not in self.sizes or len(whole.args) < 2:
             return None
         count, sizes = whole.args[1], self.sizes[source]  # type: ignore[index]
@@ -340,6 +329,12 @@ class Inference:
             return None
         parts = getattr(torch, name)(torch.empty(number, device="meta"), count)
         return _with_size(sizes, dim, _size(len(parts[place])))
+
+
+def _unhooked(node: fx.Node) -> Any:
+    """Return the module that the node calls, if the module alone determines what the call does."""
+    module = module_of(node)
+    return None if module is None or has_forward_hooks(module) else module
 
 
 @dataclass
@@ -418,10 +413,8 @@ def _pooled(call: _Call, name: str) -> Sizes | None:
     return (*call.sizes[:-axes], *lengths)
 
 
-def _adapted(call: _Call, axes: int) -> Sizes | None:
+def _adapted(call: _Call, axes: int) -> Sizes:
     given = per_axis(call.option(0, "output_size"), axes)
-    if not all(length is None or isinstance(length, int) for length in given):
-        return None
     lengths = (old if new is None else _size(new) for old, new in zip(call.sizes[-axes:], given, strict=True))
     return (*call.sizes[:-axes], *lengths)
 
@@ -474,34 +467,25 @@ def _reduced(call: _Call, place: int, place_of_keepdim: int) -> Sizes | None:
     return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
 
 
-def _gated(call: _Call) -> Sizes | None:
+def _gated(call: _Call) -> Sizes:
     axis = call.option(0, "dim", -1)
-    if not isinstance(axis, int):
-        return None
     return _with_size(call.sizes, axis, call.unknowns.divided(call.sizes[axis], 2))
 
 
-def _pixels_shuffled(call: _Call) -> Sizes | None:
+def _pixels_shuffled(call: _Call) -> Sizes:
     factor = call.option(0, "upscale_factor")
-    if not isinstance(factor, int) or len(call.sizes) < 3:
-        return None
     *before, channels, height, width = call.sizes
     return (*before, call.unknowns.divided(channels, factor**2), height * factor, width * factor)
 
 
-def _pixels_unshuffled(call: _Call) -> Sizes | None:
+def _pixels_unshuffled(call: _Call) -> Sizes:
     factor = call.option(0, "downscale_factor")
-    if not isinstance(factor, int) or len(call.sizes) < 3:
-        return None
     *before, channels, height, width = call.sizes
     return (*before, channels * factor**2, call.unknowns.divided(height, factor), call.unknowns.divided(width, factor))
 
 
-def _unsqueezed(call: _Call) -> Sizes | None:
-    axis = call.option(0, "dim")
-    if not isinstance(axis, int):
-        return None
-    place = axis % (len(call.sizes) + 1)
+def _unsqueezed(call: _Call) -> Sizes:
+    place = call.option(0, "dim") % (len(call.sizes) + 1)
     return (*call.sizes[:place], _size(1), *call.sizes[place:])
 
 
@@ -512,10 +496,8 @@ def _squeezed(call: _Call) -> Sizes | None:
     return tuple(size for axis, size in enumerate(call.sizes) if axis not in asked or size.number != 1)
 
 
-def _flattened(call: _Call) -> Sizes | None:
-    start, end = call.option(0, "start_dim", 0), call.option(1, "end_dim", -1)
-    both = isinstance(start, int) and isinstance(end, int)
-    return call.unknowns.flat(call.sizes, start, end) if both else None
+def _flattened(call: _Call) -> Sizes:
+    return call.unknowns.flat(call.sizes, call.option(0, "start_dim", 0), call.option(1, "end_dim", -1))
 
 
 def unchanged_axes(old: Sizes, new: Sizes) -> tuple[int, int]:
@@ -596,6 +578,7 @@ _RULES: dict[str, Rule] = {
     "takechannels": _of_taken_channels,
     "layernormwithconstants": _of_layer_norm_with_constants,
 }
+_OF_CONSTANTS = {"glu", "pixelshuffle", "pixelunshuffle", "unsqueeze", "flatten", *ADAPTIVE_POOLS}
 _LAYER_RULES: dict[str, Rule] = {
     **_RULES,
     "linear": lambda call: _with_size(call.sizes, -1, _size(call.module.out_features)),

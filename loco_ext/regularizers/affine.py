@@ -123,7 +123,7 @@ def _convolution(call: AffineCall) -> Tensor:
         raise call.refuse(f"an input without an axis of samples for {call.description}")
     if call.module is not None:
         return call.module._conv_forward(call.args[0], call.weight(call.module.weight), call.constant(call.module.bias))
-    function: Any = getattr(functional, operation(call.node, call.modules))
+    function: Any = getattr(functional, operation(call.node))
     names = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
     options = [call.option(place, name, default) for place, (name, default) in enumerate(names, 2)]
     weight, bias = call.weight(call.option(0, "weight")), call.constant(call.option(1, "bias"))
@@ -184,7 +184,7 @@ def _sum_of_two(call: AffineCall, sign: int) -> Tensor:
 
 
 def _product(call: AffineCall) -> Tensor:
-    name = operation(call.node, call.modules)
+    name = operation(call.node)
     if call.kwargs or sum(call.depends) != 1 or len(call.args) != 2 or (name == "div" and call.depends[1]):
         raise call.refuse()
     factor, x = (call.args[1], call.args[0]) if call.depends[0] else call.args
@@ -310,4 +310,4 @@ def affine_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> AffineRule |
     """Return the rule of an affine operation; None for others."""
     if node.op == "call_module" and isinstance(modules[str(node.target)], LocallyConnectedNd):
         return _locally_connected
-    return AFFINE.get(operation(node, modules))
+    return AFFINE.get(operation(node))

@@ -99,7 +99,7 @@ def _clamp(call: AffineCall) -> Bend:
 
 
 def _max_pool(call: AffineCall) -> Bend:
-    name, x = operation(call.node, call.modules), call.args[0]
+    name, x = operation(call.node), call.args[0]
     axes = POOLS[name]
     if call.option(5, "return_indices", False) or x.dim() != axes + 2:
         raise call.refuse()
@@ -113,7 +113,7 @@ def _max_pool(call: AffineCall) -> Bend:
 
 
 def _adaptive_max_pool(call: AffineCall) -> Bend:
-    axes = ADAPTIVE_POOLS[operation(call.node, call.modules)]
+    axes = ADAPTIVE_POOLS[operation(call.node)]
     if set(per_axis(call.option(0, "output_size"), axes)) != {1} or call.option(1, "return_indices", False):
         raise call.refuse(f"adaptive max-pooling to more than one pixel at {call.node.target}")
     size = tuple(call.args[0].shape[2:])
@@ -178,4 +178,4 @@ _BENDING: dict[str, BendingRule] = {
 
 def bending_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> BendingRule | None:
     """Return the rule of a piecewise linear operation; None for others."""
-    return _BENDING.get(operation(node, modules))
+    return _BENDING.get(operation(node))

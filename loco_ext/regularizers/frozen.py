@@ -135,7 +135,7 @@ class FrozenNetwork:
             raise call.refuse()
         if not depending.isdisjoint(_nodes(node.kwargs)):
             raise call.refuse(f"an input passed by keyword: {call.description}")
-        if operation(node, self.modules) not in ARITHMETIC and not depending.isdisjoint(_nodes(node.args[1:])):
+        if operation(node) not in ARITHMETIC and not depending.isdisjoint(_nodes(node.args[1:])):
             raise call.refuse(f"a weight or an option that depends on the input: {call.description}")
         if bending is not None:
             self.bending[node] = bending
@@ -329,7 +329,7 @@ class Frozen:
 
     def _selects_live_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
         """Return whether to compute a linear layer behind a ReLU from the positive units of each sample alone."""
-        names = operation(node, self.network.modules), operation(source, self.network.modules)
+        names = operation(node), operation(source)
         if torch.is_grad_enabled() or names != ("linear", "relu"):
             return False
         if tangents.device.type != "cpu" or len(tangents) < _LEAST_DIRECTIONS:  # a GPU would wait for each sample

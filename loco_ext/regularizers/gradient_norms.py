@@ -101,7 +101,7 @@ def first_linear(frozen: Frozen) -> fx.Node | None:
     network, node = frozen.network, frozen.network.input
     while len(readers := network.readers(node)) == 1:
         (user,) = readers
-        name = operation(user, network.modules)
+        name = operation(user)
         if name == "linear" and len(frozen.shapes[node]) == 1:
             return user
         if name not in _KEEPING_ORDER:
@@ -184,7 +184,7 @@ def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: T
 def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:
     """Return the ReLU that all results of a layer go through; None if they go elsewhere."""
     readers = frozen.network.readers(layer)
-    return readers[0] if len(readers) == 1 and operation(readers[0], frozen.network.modules) == "relu" else None
+    return readers[0] if len(readers) == 1 and operation(readers[0]) == "relu" else None
 
 
 def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:

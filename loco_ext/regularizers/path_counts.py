@@ -101,7 +101,7 @@ def _keeps_paths(call: AffineCall) -> bool:
     """Return whether the paths through an operation have the product of its weights, or 1 where it has none."""
     if call.module is not None:
         return type(call.module) in (*_WEIGHTED, *_UNCHANGED) and "forward" not in vars(call.module)
-    name = operation(call.node, call.modules)
+    name = operation(call.node)
     if name == "add":
         return not call.kwargs and all(isinstance(arg, fx.Node) for arg in call.args)
     return name in _UNCHANGED_BY or call.node.target is getattr

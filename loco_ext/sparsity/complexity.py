@@ -169,9 +169,8 @@ class ComplexityPenalty(FormerNames, Penalty):
     def value(self, weight: Tensor) -> Tensor:
         """Return the penalty of the weight, as :meth:`loco_ext.sparsity.RingPenalty.value` does."""
         a, b = self._strengths(weight)
-        norms = self.rings.group_norms(weight)
-        sizes = (norms * self.rings.group_weights(weight).to(weight.device)).sum(1)
-        return a * sizes.square().sum() + (b.to(weight.device) * norms[:, -1]).sum()
+        norms, sizes = _norms_and_sizes(self.rings, weight)
+        return a * sizes.square().sum() + (b.to(weight.device) * norms).sum()
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
         """Return the exact prox of the weight, as :meth:`loco_ext.sparsity.RingPenalty.prox` does."""
@@ -223,6 +222,7 @@ class ComplexityPenalty(FormerNames, Penalty):
         return ops.ring_prox(weight, taps, thresholds, squared, metric, linf=linf)
 
 
+@dataclass(frozen=True)
 class ChannelNorms:
     """The contributions to the norms of a tensor's channels.
 
@@ -231,8 +231,8 @@ class ChannelNorms:
         writers: for each layer that produces some channels: its name, the channels, and the filter of each.
     """
 
-    def __init__(self, constant: Tensor, writers: list[tuple[str, Tensor, Tensor]]) -> None:
-        self.constant, self.writers = constant, writers
+    constant: Tensor
+    writers: list[tuple[str, Tensor, Tensor]]
 
     def __len__(self) -> int:
         return len(self.constant)
@@ -278,7 +278,8 @@ class CountedNetwork:
     def measure(self, rings: RingPenalty) -> dict[str, tuple[float, Tensor]]:
         """Return ``a`` and ``b`` of each layer, see :class:`ComplexityPenalty`, computed from the current weights."""
         on_devices = {name: _norms_and_sizes(rings, module.weight.detach()) for name, module in self.layers.items()}
-        measured = {name: both.cpu() for name, both in on_devices.items()}  # [2, C_out]
+        # [2, C_out], 0 where a filter's are not finite
+        measured = {name: torch.where(both.isfinite(), both, 0.0).cpu() for name, both in on_devices.items()}
         norms = {name: both[0] for name, both in measured.items()}
         a = dict.fromkeys(self.layers, 0.0)
         b = {name: torch.zeros_like(of_layer) for name, of_layer in norms.items()}
@@ -295,10 +296,9 @@ class CountedNetwork:
 
 
 def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
-    """Return ``||k_j||`` and ``s'_j`` of each filter: ``(2, C_out)``, 0 where a filter's are not finite."""
+    """Return ``||k_j||`` and ``s'_j`` of each filter: ``(2, C_out)``."""
     groups = rings.group_norms(weight)
-    both = torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
-    return torch.where(both.isfinite(), both, 0.0)
+    return torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,6 @@ class _Readers(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.extra_traceback = False  # it would append to the messages of errors
-        self._modules = dict(graph.named_modules())
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[LayerCall] = []
         self.channels: dict[fx.Node, ChannelNorms] = {}  # norms of the channels of tensors (N, C, ...)
@@ -333,7 +332,7 @@ class _Readers(fx.Interpreter):
 
     def _channels(self, node: fx.Node, value: Tensor) -> ChannelNorms:
         sources = [self.channels[source] for source in node.all_input_nodes if source in self.channels]
-        if (module := convolution_of(self.module, node)) is not None:
+        if (module := convolution_of(node)) is not None:
             if value.dim() < module.weight.dim():
                 raise ValueError(f"example_inputs: expected a batch, got one sample at {node.target}")
             layer = self.names.setdefault(id(module.weight), str(node.target))
@@ -343,7 +342,7 @@ class _Readers(fx.Interpreter):
             return ChannelNorms(
                 torch.zeros(len(filters), dtype=torch.float64, device="cpu"), [(layer, filters, filters)]
             )
-        name = operation(node, self._modules)
+        name = operation(node)
         tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0] if node.args else None
         if name == "cat" and isinstance(tensors, list | tuple):  # it is one node if a function has returned a tuple
             whole = _concatenated([self.channels[each] for each in tensors])

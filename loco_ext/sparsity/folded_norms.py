@@ -1,7 +1,6 @@
 """Penalties of convolutions with the batch norms behind them, and removal of filters that a norm multiplies by zero."""
 
 from collections import Counter
-from functools import reduce
 
 import torch
 from torch import fx, nn
@@ -10,15 +9,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from loco_ext.argument_checks import check_module
 from loco_ext.fx.modules import count_owners
-from loco_ext.fx.operations import reads_numbers
+from loco_ext.fx.operations import module_of, only_user, reads_numbers, stored_tensor
 from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain, check_plain_weight, computed, is_convolution
 from loco_ext.penalties import FoldedPenalty, GroupPenalty
 
 
-def convolution_of(graph: nn.Module, node: fx.Node) -> _ConvNd | None:
+def convolution_of(node: fx.Node) -> _ConvNd | None:
     """Return the Conv module that the node calls; None if it calls anything else."""
-    module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = module_of(node)
     return module if isinstance(module, _ConvNd) and is_convolution(module) else None
 
 
@@ -112,18 +111,16 @@ def convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchN
     if isinstance(model, _ConvNd) and is_convolution(model):  # torch.fx would trace inside it
         return {"": (model, None)}
     graph = trace(model)
-    called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
+    called = {node: module for node in graph.graph.nodes if (module := convolution_of(node)) is not None}
     weights = Counter(map(_owner, called.values()))
     readers = count_owners(graph)
     for node in graph.graph.nodes:
         if node.op == "get_attr" and any(map(reads_numbers, node.users)):
-            readers[id(reduce(getattr, str(node.target).split("."), graph))] += 1
-    modules = Counter(
-        id(graph.get_submodule(str(node.target))) for node in graph.graph.nodes if node.op == "call_module"
-    )
+            readers[id(stored_tensor(node))] += 1
+    modules = Counter(id(module_of(node)) for node in graph.graph.find_nodes(op="call_module"))
     found: dict[str, tuple[_ConvNd, _BatchNorm | None]] = {}
     for node, module in called.items():
-        norm = _batch_norm_after(graph, node)
+        norm = _batch_norm_after(node)
         alone = weights[_owner(module)] == 1 and readers[_owner(module)] <= 1
         found[str(node.target)] = module, norm if alone and modules[id(norm)] == 1 else None
     return found
@@ -134,10 +131,10 @@ def _owner(module: _ConvNd) -> int:
     return id(module.weight if computed(module) is None else module)
 
 
-def _batch_norm_after(graph: fx.GraphModule, node: fx.Node) -> _BatchNorm | None:
+def _batch_norm_after(node: fx.Node) -> _BatchNorm | None:
     """Return the batch norm, with weight and running statistics, that is the only user of the node, or None."""
-    (user, *others) = node.users or [node]  # which is no batch norm
-    module = None if others or user.op != "call_module" else graph.get_submodule(str(user.target))
+    user = only_user(node)
+    module = None if user is None else module_of(user)
     if not isinstance(module, _BatchNorm) or module.running_var is None or module.weight is None:
         return None
     return module

@@ -328,7 +328,10 @@ class _Measure:
         return FrontierPoint(penalty.strength, tau, metrics, refitted, report.macs_after, *latencies, kernels)
 
     def _metrics(self, model: nn.Module) -> dict[str, float]:
-        return {key: float(value) for key, value in self.evaluate(model).items()}
+        metrics = self.evaluate(model)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"evaluate: expected a function that returns a dict, got {type(metrics).__name__}")
+        return {key: float(value) for key, value in metrics.items()}
 
 
 def _sizes(penalty: GroupPenalty, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 @pytest.fixture
 def later_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time each further network as faster than the one before."""
-    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 / (1 + i) for i in range(len(calls))])
+    monkeypatch.setattr(cost, "latencies", lambda networks, *_: [1.0 / (1 + i) for i in range(len(networks))])
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.covering import slow
 
 def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return a random one of the ways with torch's convolutions that :func:`cost.fastest` may choose."""
-    parts, choose = by_size(convolution, most=3), random.Random(convolution.weight.numel())
-    return [Bucket(*part) for part in choose.choice([parts, [join(parts)]])]
+    buckets, choose = by_size(convolution, most=3), random.Random(convolution.weight.numel())
+    return choose.choice([buckets, [join(buckets)]])
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")

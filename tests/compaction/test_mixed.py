@@ -112,10 +112,9 @@ def test_sums_and_relus_of_blocks_overwrite_the_results_of_convolutions(way: str
     network, report = sparsity.compact(model, inputs[0])
     assert "model" not in report.notes
     assert [node.target for node in network.graph.nodes].count(operator.iadd) == 2
-    modules = dict(network.named_modules())
-    relus = [node for node in network.graph.nodes if operation(node, modules) == "relu"]
+    relus = [node for node in network.graph.nodes if operation(node) == "relu"]
     assert len(relus) == 5
-    assert all(is_in_place(node, modules) for node in relus)
+    assert all(is_in_place(node) for node in relus)
     again, _ = sparsity.compact(network, inputs[0])
     same(network, model, *inputs)  # torch's convolutions compute these
     with torch.no_grad():
@@ -264,7 +263,7 @@ def test_compaction_again_is_the_network_itself_if_that_is_faster(
     x = torch.randn(2, 3, 9, 9)
     network, report = sparsity.compact(network_of_sizes(), x)
     model = nn.Sequential(network) if part_of_another else network
-    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 + i for i in range(len(calls))])
+    monkeypatch.setattr(cost, "latencies", lambda networks, *_: [1.0 + i for i in range(len(networks))])
     again, its_report = sparsity.compact(model, x)
     assert "stays as it is" in its_report.notes["model"]
     assert sum(len(calls(module)) for module in again.modules() if isinstance(module, fx.GraphModule)) == 2

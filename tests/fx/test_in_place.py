@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from loco_ext.fx.in_place import make_out_of_place, read_results_of_writes
 from loco_ext.fx.trace import UntraceableError
@@ -41,7 +42,11 @@ def on_a_copy_of_another_dtype(x: Tensor) -> Tensor:
     return x.to(torch.float32).relu_() + x
 
 
-@pytest.mark.parametrize("function", [on_an_alias, on_the_last_reader, on_what_only_tells_its_size])
+def on_the_input(x: Tensor) -> Tensor:
+    return functional.leaky_relu_(functional.elu_(x)) * 2
+
+
+@pytest.mark.parametrize("function", [on_an_alias, on_the_last_reader, on_what_only_tells_its_size, on_the_input])
 def test_without_writes_the_graph_computes_the_same(function: Callable[[Tensor], Tensor]) -> None:
     graph, x = fx.symbolic_trace(function), torch.randn(3, 4).double()
     read_results_of_writes(graph)

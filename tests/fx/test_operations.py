@@ -28,7 +28,7 @@ def names(*calls):
             graph.call_method(call, (x,))
         else:
             graph.call_function(call, (x, x))
-    return [operation(node, dict(root.named_modules())) for node in graph.nodes][1:]
+    return [operation(node) for node in fx.GraphModule(root, graph).graph.nodes][1:]
 
 
 def test_layers_functions_and_methods_have_one_name():

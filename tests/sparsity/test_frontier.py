@@ -378,5 +378,8 @@ def test_a_penalty_or_loss_for_which_no_strength_can_be_found_is_named():
         task.frontier(RingPenalty(1.0), loss=task.loss)
     with pytest.raises(TypeError, match=r"penalty: expected a RingPenalty or a KernelPenalty, got 0\.1"):
         task.frontier(0.1, strengths=[1.0])
+    task.evaluate = lambda model: 0.5
+    with pytest.raises(TypeError, match="evaluate: expected a function that returns a dict, got float"):
+        task.frontier(RingPenalty(1.0), strengths=[1.0])
     with pytest.raises(ValueError, match="model: expected at least one convolution"):
         sparsity.max_strength(nn.Sequential(nn.Linear(2, 2)), task.loss, RingPenalty(1.0))

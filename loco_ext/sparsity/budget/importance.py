@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 from loco_ext.sparsity.compaction.roles import has_running_statistics
-from loco_ext.sparsity.compaction.whole_filters import filters_first
+from loco_ext.sparsity.compaction.whole_filters import by_taps, filters_first
 
 Loss = Callable[[Any, Any], Tensor]
 OfRings = Callable[[str, Tensor], Tensor]  # importance of each ring of each filter, (C_out, rings)
@@ -92,7 +92,7 @@ class Taylor:
                 continue
             self._with_gradient.add(layer.name)
             given = filters_first(layer.module, given)
-            products = _by_tap(layer.weight * given)
+            products = by_taps(layer.weight * given).sum(1)
             changes.append(products @ removed.to(products))
             scales = [(norm, where, _product(norm.weight, gradient, where)) for norm, where in norms]
             scaled = [(norm, where, product) for norm, where, product in scales if product is not None]
@@ -235,14 +235,9 @@ def _removed_taps(layer: PrunableLayer) -> Tensor:
     return (rings[:, None] < torch.arange(len(layer.taps))).to(layer.module.weight)
 
 
-def _by_tap(numbers: Tensor) -> Tensor:
-    """Return the sums over input channels, ``(C_out, taps)``, of numbers for each weight."""
-    return numbers.sum(1).flatten(1) if numbers.dim() > 2 else numbers.sum(1, keepdim=True)
-
-
 def _squares(layer: PrunableLayer) -> Tensor:
     """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
-    squares = _by_tap(layer.weight.detach().double().square())
+    squares = by_taps(layer.weight.detach().double().square()).sum(1)
     if layer.norms and all(map(has_running_statistics, layer.norms)):
         squares = squares * torch.stack([*map(_squared_scale, layer.norms)]).sum(0)[:, None]
     rings = torch.from_numpy(layer.rings).to(squares.device)

@@ -13,10 +13,12 @@ from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
 from loco_ext.errors import first_line
 from loco_ext.fx.modules import copied, unwrapped
+from loco_ext.fx.operations import module_of, owner_of
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.layer_time import LayerTime, time_layer
 from loco_ext.sparsity.budget.size_problem import LayerChoices, SizeProblem, Sizes
+from loco_ext.sparsity.compaction.agreement import results_of
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels, unite_groups
 from loco_ext.sparsity.compaction.constants import Booleans, Floats
 from loco_ext.sparsity.compaction.describe import kept_channels, pixels_of, samples_of
@@ -261,8 +263,8 @@ def structure_of(
         skip: names of modules whose filters all stay whole.
 
     Raises:
-        TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or code computes one of
-            its weights.
+        TypeError, ValueError: the message names the argument; the model refuses the inputs, torch.fx cannot trace it,
+            or code computes one of its weights.
     """
     check_plain(model)
     check_choice("kind", kind, ("half", "full"))
@@ -278,13 +280,13 @@ def structure_of(
     layers, norms = list[PrunableLayer](), list[tuple[Any, Integers]]()
     samples = samples_of(channels.graph)
     for node, value in channels.values.items():
-        module, classes = channels.info.module(node), classes_of[value.ids]
+        module, classes = module_of(node), classes_of[value.ids]
         is_norm = channels.info.is_norm(node)
         if channels.role(node) is Role.MEAN:  # no layer writes it
             fixed[classes] = True
         if not (is_norm or channels.role(node) is Role.CONVOLUTION or is_depthwise(module)):
             continue
-        mine = _own(own, node, module)
+        mine = _own(own, node)
         if mine is None:
             fixed[classes] = True
         elif is_norm:
@@ -298,12 +300,13 @@ def structure_of(
             (source,) = channels.sources(node)
             is_grouped = getattr(module, "groups", 1) > 1
             reads = None if is_grouped else classes_of[channels.values[source].ids]
-            norms_behind = (_own(own, x, channels.info.module(x)) for x in channels.info.norms_behind(node))
+            norms_behind = (_own(own, x) for x in channels.info.norms_behind(node))
             behind = [norm for norm in norms_behind if norm is not None]
             scales = [(norm, np.arange(len(classes))) for norm in behind] or _scales(channels, own, node)
             # Groups, and layers with several calls, run at the size of their largest filter: smaller ones save nothing.
             is_whole = is_grouped or has_whole_filters(module) or channels.info.is_called_again(node)
-            rings = _rings(module.weight.shape[2:], kind, "filters" if is_whole else granularity)
+            size, has_rings = tuple(module.weight.shape[2:]), granularity == "rings" and not is_whole
+            rings = np.asarray(geometry.ring_list(size, kind) if has_rings else [0] * prod(size))  # of each tap
             pixels, read = float(pixels_of(node, module, samples)), [_kind(channels, node)]
             timed = mine if type(mine) is type(module) else module
             known = str(node.target), mine, timed, behind, scales, rings, pixels, classes, reads, kept
@@ -329,6 +332,11 @@ def _channels_of(model: nn.Module, inputs: Sequence[Any]) -> Channels:
     All groups that are left must be as large as each other, so that each goes whole.
     """
     try:
+        results_of(model, inputs)
+    except Exception as error:  # the model's own code may raise anything
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"example_inputs: expected arguments that the model takes, got {why}") from error
+    try:
         graph = annotated_graph(model, inputs)
     except UntraceableError as error:
         why = str(error)
@@ -352,7 +360,7 @@ def _scales(channels: Channels, own: Mapping[str, nn.Module], node: fx.Node) -> 
     """
     info, found, ids = channels.info, list[tuple[Any, Integers]](), channels.values[node].ids
     for end in _readers(channels, node, info.is_norm, (Role.PER_CHANNEL, Role.CAT, Role.WIDEN)):
-        norm, numbers = _own(own, end, info.module(end)), channels.values[end].ids
+        norm, numbers = _own(own, end), channels.values[end].ids
         if norm is None or any(np.sum(numbers == each) != 1 for each in ids):
             return []
         found.append((norm, np.asarray([np.argmax(numbers == each) for each in ids])))
@@ -364,8 +372,7 @@ def _follower(channels: Channels, node: fx.Node) -> str:
 
     Norms and activations may be before it.
     """
-    info = channels.info
-    found = _readers(channels, node, lambda user: getattr(info.module(user), "groups", 1) > 1, (Role.PER_CHANNEL,))
+    found = _readers(channels, node, lambda user: getattr(module_of(user), "groups", 1) > 1, (Role.PER_CHANNEL,))
     return str(found[0].target) if len(found) == 1 else ""
 
 
@@ -403,9 +410,10 @@ def _macs_of(model: nn.Module, inputs: Sequence[Any]) -> float:
         return 0.0
 
 
-def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
-    """Return the model's module that has the weights of the graph's; None if no module of its own has them."""
-    for name in (str(node.target), str(node.target).rpartition(".")[0]):
+def _own(own: Mapping[str, nn.Module], node: fx.Node) -> Any:
+    """Return the model's module that has the weights of the one that a node calls; None if none of its own has them."""
+    module = module_of(node)
+    for name in (str(node.target), owner_of(node)):
         found = own.get(name)
         weights = [getattr(each, "weight", None) for each in (found, module)]
         if found is not None and all(isinstance(each, Tensor) for each in weights):
@@ -418,10 +426,3 @@ def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
 def _has(module: Any, name: str) -> bool:
     """Return whether a module has a tensor of this name; modules with their own code may lack the attribute."""
     return getattr(module, name, None) is not None
-
-
-def _rings(kernel_size: Sequence[int], kind: str, granularity: str) -> Integers:
-    """Return the ring of each tap."""
-    taps = prod(kernel_size)
-    several = granularity == "rings" and taps > 1
-    return np.asarray(geometry.ring_list(tuple(kernel_size), kind) if several else [0] * taps)

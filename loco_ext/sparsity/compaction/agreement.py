@@ -1,7 +1,7 @@
 """Comparison of a smaller network's outputs with the model's, up to rounding."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loco_ext.fx.modules import is_hooked
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
@@ -39,16 +39,16 @@ class Pair:
     def exact(self) -> list[Any] | None:
         """The model's results in float64, flattened; None if the model does not accept float64."""
         try:
-            return _leaves(copy.deepcopy(self.model).double(), [_converted(x, _to_double) for x in self.inputs])
+            return _leaves(copy.deepcopy(self.model).double(), tree_map_only(Tensor, _to_double, self.inputs))
         except Exception:  # the model's own code may raise anything for another dtype
             return None
 
     @cached_property
     def rounded(self) -> list[list[Any]]:
         """The model's results, flattened, and, if it accepts that, those for images in the other memory format."""
-        found = [_pytree.tree_leaves(self.expected)]
+        found = [tree_leaves(self.expected)]
         with suppress(Exception):  # the model's own code may raise anything for other strides
-            found.append(_leaves(self.model, [_converted(x, _to_other_format) for x in self.inputs]))
+            found.append(_leaves(self.model, tree_map_only(Tensor, _to_other_format, self.inputs)))
         return found
 
 
@@ -66,18 +66,17 @@ def is_right(network: nn.Module, pairs: Sequence[Pair]) -> bool:
 
 
 def _agree(results: Sequence[Any], pair: Pair) -> bool:
-    expected = _pytree.tree_leaves(pair.expected)
+    expected = tree_leaves(pair.expected)
     if len(results) != len(expected):
         return False
-    return all(
-        _is_alike(x, y) and (_equal(x, y) or _is_as_exact(x, place, pair))
-        for place, (x, y) in enumerate(zip(results, expected, strict=True))
-        if isinstance(y, Tensor)
-    )
-
-
-def _is_alike(x: Any, y: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+    for place, (x, y) in enumerate(zip(results, expected, strict=True)):
+        if not isinstance(y, Tensor):
+            continue
+        if not isinstance(x, Tensor) or x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        if not (_equal(x, y) or _is_as_exact(x, place, pair)):
+            return False
+    return True
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -100,7 +99,7 @@ def _is_as_exact(x: Tensor, place: int, pair: Pair) -> bool:
 
 
 def _leaves(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
-    return _pytree.tree_leaves(results_of(model, inputs))
+    return tree_leaves(results_of(model, inputs))
 
 
 def results_of(model: nn.Module, inputs: Sequence[Any]) -> Any:
@@ -113,10 +112,6 @@ def results_of(model: nn.Module, inputs: Sequence[Any]) -> Any:
         # Unlike a call, the forward of a traced model prints no error that it raises.
         call = model.forward if isinstance(model, fx.GraphModule) and not is_hooked(model) else model
         return call(*copies(inputs))
-
-
-def _converted(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    return convert(x.clone()) if isinstance(x, Tensor) else x
 
 
 def _to_double(x: Tensor) -> Tensor:

@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from loco_ext.fx.operations import module_of
 from loco_ext.sparsity.compaction.constants import (
     Booleans,
     Floats,
     after_arithmetic,
     after_channel_operation,
     after_layer,
-    live_weights,
-    meets_no_padding,
 )
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
-from loco_ext.sparsity.compaction.roles import GraphInfo, Role, added_channels
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
+from loco_ext.sparsity.compaction.roles import GraphInfo, Role, added_channels, arithmetic, buffer_of
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 _LARGE_ENOUGH = 1e-3  # a kept constant channel stands for all that are larger by at most the inverse of this
 
@@ -83,7 +82,6 @@ class Channels:
     def clear(self) -> None:
         """Forget all but the constants that modules read that are called more than once."""
         self.sets = DisjointSet()
-        self.grouped: list[int] = []  # channels of the inputs and outputs of grouped layers
         self.values: dict[fx.Node, Value] = {}
         self.layers: dict[fx.Node, LayerChannels] = {}
         self.first_calls: dict[Any, tuple[Value, Value]] = {}  # sources and results of modules with several calls
@@ -136,7 +134,7 @@ class Channels:
         found = {}
         for node in self.info.nodes:
             role, sources = self.role(node), self.sources(node)
-            if role is not Role.JOIN or self.info.arithmetic(node) != "add" or self.constant_operand(node) is not None:
+            if role is not Role.JOIN or arithmetic(node) != "add" or self.constant_operand(node) is not None:
                 continue
             constant = [int((~self.values[source].varies).sum()) - self._added(source) for source in sources]
             whole = all(self.same_size(source, node) for source in sources)
@@ -204,7 +202,7 @@ def _value(channels: Channels, node: fx.Node) -> Value | None:
 
 def _of_all_calls(channels: Channels, node: fx.Node, source: Value) -> Value:
     """Return the channels of a module's result, which are kept or removed together in all of its calls."""
-    module = channels.info.module(node)
+    module = module_of(node)
     if channels.role(node) is Role.CONVOLUTION:
         before = channels.constants_read.get(module, source.constants)
         source = Value(source.ids, np.where(before == source.constants, before, np.nan))
@@ -221,7 +219,7 @@ def _of_one_source(channels: Channels, node: fx.Node, source: Value) -> Value:
     if role is Role.CONVOLUTION:
         return _convolution(channels, node, source)
     if role is Role.PER_CHANNEL:
-        if type(norm := info.module(node)) is nn.GroupNorm:
+        if type(norm := module_of(node)) is nn.GroupNorm:
             unite_groups(channels, source.ids.reshape(norm.num_groups, -1))
         return Value(source.ids, after_channel_operation(info, node, source.constants))
     if role is Role.TAKE:
@@ -274,7 +272,7 @@ def _unknown(channels: Channels, node: fx.Node) -> Value | None:
     count, sets = channels.info.channels(node), channels.sets
     if count is None:  # the number may depend on the inputs' sizes
         return None
-    vector = channels.info.buffer(node)
+    vector = buffer_of(node)
     if vector is not None and vector.numel() == count and vector.isfinite().all():
         return Value(sets.new(count), vector.double().cpu().numpy().reshape(-1))
     value = Value(sets.new(count), np.full(count, np.nan))
@@ -284,25 +282,18 @@ def _unknown(channels: Channels, node: fx.Node) -> Value | None:
 
 
 def _convolution(channels: Channels, node: fx.Node, source: Value) -> Value:
-    module = channels.info.module(node)
-    weight = filter_weights(module).detach()
-    live, groups, width = live_weights(weight), getattr(module, "groups", 1), weight.shape[1]
-    constants = source.constants.reshape(groups, 1, width)
-    shape = groups, len(weight) // groups, width
-    known = np.broadcast_to(np.isfinite(constants), shape).reshape(live.shape)
-    zero = np.broadcast_to(constants == 0, shape).reshape(live.shape)
-    foldable = known & (zero | meets_no_padding(module))
+    module = module_of(node)
+    live, known, foldable, constants = after_layer(module, source.constants)
     drops = known if channels.fixed_size and type(module) not in TRANSPOSED else foldable
-    channels.layers[node] = LayerChannels(node, module, source, live, foldable, drops)
-    value = Value(channels.sets.new(len(weight)), after_layer(module, constants, live, foldable))
-    if groups > 1:  # a channel has to stay in its group
-        channels.grouped += [*source.ids.tolist(), *value.ids.tolist()]
-        channels.sets.ordered.update(channels.grouped)
+    layer = channels.layers[node] = LayerChannels(node, module, source, live, foldable, drops)
+    value = Value(channels.sets.new(len(constants)), constants)
+    if layer.groups > 1:  # a channel has to stay in its group
+        channels.sets.ordered.update(source.ids.tolist(), value.ids.tolist())
     return value
 
 
 def _join(channels: Channels, node: fx.Node, one: Value, other: Value) -> Value:
-    constants = after_arithmetic(str(channels.info.arithmetic(node)), one.constants, other.constants)
+    constants = after_arithmetic(str(arithmetic(node)), one.constants, other.constants)
     replaced = channels.constant_operand(node)
     if replaced is None:
         replaced = channels.scatter.get(node.name)

@@ -1,8 +1,7 @@
 """Conversion of images to channels_last memory format inside a network, whatever the format of its inputs."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,32 +34,25 @@ def in_channels_last(model: fx.GraphModule, example_inputs: Sequence[Any]) -> fx
     for node in images:
         single = node.meta["shape"][1] == 1
         if (single or not known[node]) and not node.meta["channels_last"]:
-            memory_format = FORMATS[len(node.meta["shape"])]
-            converted |= _convert(result.graph, node, partial(_reads, known, single), memory_format)
+            several = [user for user in node.users if not (single and user.meta.get("shape", ())[1:2] == (1,))]
+            users = [user for user in several if known[user]]
+            converted |= _convert(node, users, FORMATS[len(node.meta["shape"])])
     if not converted:
         return None
     for node in images:
         if known[node] and not node.meta["channels_last"]:
-            _convert(result.graph, node, lambda user: not known.get(user, True), torch.contiguous_format)
+            _convert(node, [user for user in node.users if not known.get(user, True)], torch.contiguous_format)
     result.recompile()
     record(result, example_inputs)
     return result
 
 
-def _reads(known: Mapping[fx.Node, bool], single: bool, user: fx.Node) -> bool:
-    """Return whether the user is to get the image, of a single channel or not, in channels_last."""
-    return known[user] and not (single and user.meta.get("shape", ())[1:2] == (1,))
-
-
-def _convert(
-    graph: fx.Graph, node: fx.Node, reads: Callable[[fx.Node], bool], memory_format: torch.memory_format
-) -> bool:
-    """Make those of the node's users selected by ``reads`` use another format; return whether there are any."""
-    users = [user for user in node.users if reads(user)]
+def _convert(node: fx.Node, users: Sequence[fx.Node], memory_format: torch.memory_format) -> bool:
+    """Make these users of the node read it in another format; return whether there are any."""
     if users:
-        with graph.inserting_after(node):
+        with node.graph.inserting_after(node):
             # clone() also converts tensors with one channel or one pixel, whose strides .contiguous() keeps.
-            converted = graph.call_method("clone", (node,), {"memory_format": memory_format})
+            converted = node.graph.call_method("clone", (node,), {"memory_format": memory_format})
         for user in users:
             user.replace_input_with(node, converted)
     return bool(users)

@@ -1,6 +1,5 @@
 """Compaction of a network to a smaller one with the same outputs."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.errors import first_line
 from loco_ext.fx.branches import BranchError, same_as_on_example
-from loco_ext.fx.modules import copied, device_of, unwrapped
+from loco_ext.fx.modules import copied, unwrapped
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.optim.sharding import is_sharded
@@ -33,7 +32,6 @@ from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 from loco_ext.sparsity.compaction.views import ROWS
 from loco_ext.sparsity.former_names import present_name
 
-_log = logging.getLogger(__name__)
 Candidate = tuple[nn.Module, Report]  # a smaller network and the report on it
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "macs": costs.fewest_macs}
 
@@ -224,7 +222,7 @@ def _fastest(candidates: list[Candidate], example: Pair) -> Candidate | None:
     right = [each for each in candidates if is_right(each[0], [example])]
     if len(right) < 2:
         return right[0] if right else None
-    times = _latencies([network for network, _ in right], example.inputs, costs.SHORT_TIMING)
+    times = costs.latencies([network for network, _ in right], example.inputs, costs.SHORT_TIMING)
     return right[times.index(min(times))]
 
 
@@ -259,7 +257,7 @@ def _select(
                 break
     before = after = None
     if right is not None and measured:
-        before, after = _latencies([dense, right[0]], example.inputs, costs.LONG_TIMING)
+        before, after = costs.latencies([dense, right[0]], example.inputs, costs.LONG_TIMING)
         if after > before:
             why = f"a smaller network takes {after / before:.3f} times as long on the example"
             right, after = None, before
@@ -269,11 +267,6 @@ def _select(
         network = network if is_right(network, [example, *others]) else dense
     report.latency_before, report.latency_after = before, after
     return network, report
-
-
-def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
-    _log.info("timing %d versions of the network, %g seconds", len(networks), budget)
-    return costs.latencies([partial(network, *inputs) for network in networks], device_of(networks[0]), budget)
 
 
 def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:

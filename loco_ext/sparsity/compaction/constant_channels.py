@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.modules import bias_trains, paddings, unused_name
+from loco_ext.fx.operations import module_of
 from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
@@ -46,7 +47,7 @@ def without_constant_channels(model: fx.GraphModule, example_inputs: Sequence[An
 
 def _is_over_channels(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node is a layer normalisation of channels along the last axis that may be rewritten."""
-    norm = channels.info.module(node)
+    norm = module_of(node)
     if type(norm) is not nn.LayerNorm or len(node.args) != 1 or node.kwargs:
         return False
     if channels.info.why_opaque(node) is not None or len(norm.normalized_shape) != 1:
@@ -68,9 +69,9 @@ def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
     variance = float(np.square(offsets).mean())
     if len(dead) <= features_beside(variance):
         return False
-    norm = channels.info.module(node)
+    norm = module_of(node)
     for reader in readers:
-        _read_features(reader, channels.info.module(reader), norm, live, dead, offsets if variance else None)
+        _read_features(reader, norm, live, dead, offsets if variance else None)
     taken = _taken(network, channels, source, live)
     with network.graph.inserting_before(node):
         features = network.graph.call_function(
@@ -100,7 +101,7 @@ def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
 
 def _is_linear_everywhere(channels: Channels, node: fx.Node) -> bool:
     """Return whether each output is the same sum of the same features plus a bias, at borders as well."""
-    module = channels.info.module(node)
+    module = module_of(node)
     if channels.info.is_called_again(node):  # on other features as well
         return False
     if isinstance(module, nn.Linear):
@@ -111,14 +112,13 @@ def _is_linear_everywhere(channels: Channels, node: fx.Node) -> bool:
     return module.groups == 1 and not pads
 
 
-def _read_features(
-    node: fx.Node, module: Any, norm: nn.LayerNorm, live: Integers, dead: Integers, offsets: Floats | None
-) -> None:
+def _read_features(node: fx.Node, norm: nn.LayerNorm, live: Integers, dead: Integers, offsets: Floats | None) -> None:
     """Replace the layer's weights for the channels by weights for the features.
 
     Args:
         offsets: differences of the constants from their mean; None if all are equal.
     """
+    module = module_of(node)
     whole = module.weight.detach()
     node.meta[ORIGINAL_WEIGHT] = whole
     weight = whole.double()  # [C_out, C, *kernel_size]
@@ -146,7 +146,7 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
     layer = source
     while len(layer.users) == 1 and _passes_on(channels, layer):
         (layer,) = channels.sources(layer)
-    module = channels.info.module(layer)
+    module = module_of(layer)
     if channels.role(layer) is Role.PER_CHANNEL and is_depthwise(module) and len(layer.users) == 1:
         layer.meta[ORIGINAL_WEIGHT] = module.weight.detach()
         for name in ("weight", "bias"):
@@ -162,7 +162,7 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
 
 def _passes_on(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node treats all channels the same, whatever their number, and has nothing for each."""
-    role, module = channels.role(node), channels.info.module(node)
+    role, module = channels.role(node), module_of(node)
     for_each = channels.info.by_channel(node) if module is None else has_channels(module)
     return not for_each and role in (Role.MOVE, Role.PER_CHANNEL)
 

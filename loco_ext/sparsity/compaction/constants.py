@@ -1,7 +1,6 @@
 """Constant values of channels after operations, in float64; NaN stands for a channel that varies.
 
-Constants have shape [channels]. For a layer with groups, they are [groups, 1, C_in/groups], and what is known of its
-filters is [C_out, C_in/groups].
+Constants have shape [channels], and what is known of a layer's filters is [C_out, C_in/groups].
 """
 
 import copy
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from loco_ext.fx.modules import paddings
-from loco_ext.fx.operations import CASTS, operation
+from loco_ext.fx.operations import CASTS, module_of, operation
 from loco_ext.sparsity.compaction.roles import (
     NORMS,
     GraphInfo,
@@ -25,7 +24,7 @@ from loco_ext.sparsity.compaction.roles import (
     is_resampling,
     keeps_constants,
 )
-from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
+from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, by_taps, filter_weights
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -39,12 +38,12 @@ _NUMPY: dict[str, Callable[[Floats, Floats], Floats]] = {
 
 def live_weights(weight: Tensor) -> Booleans:
     """Return which slices of the weight have a non-zero number, [C_out, C_in/groups]."""
-    return (weight != 0).flatten(2).any(2).cpu().numpy() if weight.dim() > 2 else (weight != 0).cpu().numpy()
+    return (by_taps(weight) != 0).any(2).cpu().numpy()
 
 
 def sums_of_taps(weight: Tensor) -> Tensor:
     """Return the sum over the taps of each slice of the weight, in float64, [C_out, C_in/groups]."""
-    return weight.double().flatten(2).sum(2) if weight.dim() > 2 else weight.double()
+    return by_taps(weight.double()).sum(2)
 
 
 def meets_no_padding(module: Any) -> Booleans:
@@ -62,25 +61,32 @@ def meets_no_padding(module: Any) -> Booleans:
     return ((weight.cpu() == 0) | never).flatten(2).all(2).numpy()
 
 
-def after_layer(module: Any, constants: Floats, live: Booleans, foldable: Booleans) -> Floats:
-    """Return the constant output of each filter, [C_out]; NaN if it reads a channel that is not foldable."""
-    groups, _, width = constants.shape
-    live, foldable = live.reshape(groups, -1, width), foldable.reshape(groups, -1, width)
-    sums = sums_of_taps(filter_weights(module).detach()).cpu().numpy().reshape(live.shape)
-    outputs = (sums * np.where(live & foldable, constants, 0.0)).sum(2).reshape(-1)
+def after_layer(module: Any, constants: Floats) -> tuple[Booleans, Booleans, Booleans, Floats]:
+    """Return which channels the filters of a layer read, and what its constant outputs are.
+
+    Args:
+        constants: those that the layer reads, [C_in].
+
+    Returns:
+        Three times [C_out, C_in/groups]: whether any weight is not zero; whether the channel is constant; whether that
+        holds at borders too, despite padding, so that a bias can replace the channel. Then the constant output of each
+        filter, [C_out]; NaN if it reads a channel that no bias can replace.
+    """
+    weight, groups = filter_weights(module).detach(), getattr(module, "groups", 1)
+    read = constants.reshape(groups, -1).repeat(len(weight) // groups, 0)  # [C_out, C_in/groups]
+    live, known = live_weights(weight), np.isfinite(read)
+    foldable = known & ((read == 0) | meets_no_padding(module))
+    outputs = (sums_of_taps(weight).cpu().numpy() * np.where(live & foldable, read, 0.0)).sum(1)
     if module.bias is not None:
         outputs = outputs + module.bias.detach().double().cpu().numpy()
-    return _finite(np.where((live & ~foldable).any(2).reshape(-1), np.nan, outputs))
+    return live, known, foldable, _finite(np.where((live & ~foldable).any(1), np.nan, outputs))
 
 
 def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -> Floats:
     """Return the constants after an operation that treats each channel separately."""
-    module, name = info.module(node), operation(node, info.modules)
+    module, name = module_of(node), operation(node)
     if module is not None and is_depthwise(module):
-        columns = constants[:, None]
-        foldable = np.isfinite(columns) & ((columns == 0) | meets_no_padding(module))
-        live = live_weights(module.weight.detach())
-        return after_layer(module, constants.reshape(-1, 1, 1), live, foldable)
+        return after_layer(module, constants)[-1]
     if is_padding(node):
         zeros = node.kwargs.get("mode", "constant") == "constant"
         return np.where((constants != 0) & zeros, np.nan, constants)

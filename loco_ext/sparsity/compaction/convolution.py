@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import Pads, bias_trains, paddings, unused_name
+from loco_ext.fx.modules import Pads, paddings, unused_name
 from loco_ext.ops.channels import take_channels
-from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
+from loco_ext.sparsity.compaction.whole_filters import layer_like
 
 Box = tuple[tuple[int, int], ...]
-Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
 VECTOR = 16  # channels that processors compute at once
 
 
@@ -60,6 +59,11 @@ class Bucket:
     box: Box
     mixed: bool = False  # whether one :func:`loco_ext.ops.mixed_conv2d` computes all filters of the layer
 
+    @classmethod
+    def whole(cls, weight: Tensor) -> "Bucket":
+        """Return all filters with all their taps."""
+        return cls(tuple(range(len(weight))), tuple((0, size) for size in weight.shape[2:]))
+
 
 def boxes(weight: Tensor) -> list[Box | None]:
     """Return the box of each filter; None if all its weights are zero."""
@@ -73,11 +77,6 @@ def boxes(weight: Tensor) -> list[Box | None]:
         spans.append(list(zip(first.tolist(), past.tolist(), strict=True)))
     alive = live.flatten(1).any(1).tolist()
     return [tuple(span[k] for span in spans) if alive[k] else None for k in range(len(weight))]
-
-
-def union(some: Sequence[Box]) -> Box:
-    """Return the smallest box that holds all of these."""
-    return tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*some, strict=True))
 
 
 def taps(box: Box) -> int:
@@ -99,7 +98,7 @@ def is_even(pads: Pads) -> bool:
     return all(lower == upper >= 0 for lower, upper in pads)
 
 
-def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
+def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Bucket]:
     """Return the filters of each size in ascending order; all together if the convolution is grouped.
 
     Filters without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
@@ -111,22 +110,24 @@ def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool 
         (dead if box is None else filters.setdefault(box, [])).append(number)
     middle: Box = tuple((size // 2, size // 2 + 1) for size in convolution.weight.shape[2:])
     ranked = sorted(filters.items(), key=lambda item: (taps(item[0]), item[0]))
-    parts: list[Part] = [(tuple(some), box) for box, some in ranked]
-    if dead and (not parts or (dead_apart and taps(parts[0][1]) > 1)):
-        parts.insert(0, (tuple(dead), middle))
+    buckets = [Bucket(tuple(some), box) for box, some in ranked]
+    if dead and (not buckets or (dead_apart and taps(buckets[0].box) > 1)):
+        buckets.insert(0, Bucket(tuple(dead), middle))
     elif dead:
-        parts[0] = join([(tuple(dead), parts[0][1]), parts[0]])
+        buckets[0] = join([Bucket(tuple(dead), buckets[0].box), buckets[0]])
     if convolution.groups > 1:
-        return [join(parts)]
-    while most is not None and len(parts) > most:
-        rarest = min(range(len(parts) - 1), key=lambda i: len(parts[i][0]))
-        parts[rarest : rarest + 2] = [join(parts[rarest : rarest + 2])]
-    return parts
+        return [join(buckets)]
+    while most is not None and len(buckets) > most:
+        rarest = min(range(len(buckets) - 1), key=lambda i: len(buckets[i].filters))
+        buckets[rarest : rarest + 2] = [join(buckets[rarest : rarest + 2])]
+    return buckets
 
 
-def join(parts: Sequence[Part]) -> Part:
-    """Return all filters of the parts, with the box that holds them."""
-    return tuple(sorted(k for filters, _ in parts for k in filters)), union([box for _, box in parts])
+def join(buckets: Sequence[Bucket]) -> Bucket:
+    """Return all filters of the buckets in order, with the smallest box that holds all of theirs."""
+    spans = zip(*(bucket.box for bucket in buckets), strict=True)
+    box = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in spans)
+    return Bucket(tuple(sorted(channel_order(buckets))), box)
 
 
 def emit(
@@ -224,27 +225,18 @@ def _module(convolution: Convolution, bucket: Bucket, pads: Pads, stride: tuple[
     whole, filters, padding = convolution.module, list(bucket.filters), tuple(before for before, _ in pads)
     place: Any = (filters, slice(None), *(slice(a, b) for a, b in bucket.box))
     weight = convolution.weight[place].detach()
-    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
-    module = nn.utils.skip_init(
-        kind,
-        convolution.channels,
-        len(filters),
-        tuple(weight.shape[2:]),
+    return layer_like(
+        whole,
+        weight,
+        None if convolution.bias is None else convolution.bias[filters].detach(),
+        channels_last=convolution.channels_last and not bucket.mixed,
+        kernel_size=tuple(weight.shape[2:]),
         stride=stride,
         padding=padding,
         dilation=whole.dilation,
         groups=convolution.groups,
-        bias=convolution.bias is not None,
         padding_mode=whole.padding_mode if any(padding) else "zeros",
-        device=weight.device,
-        dtype=weight.dtype,
     )
-    channels_last = convolution.channels_last and not bucket.mixed
-    memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
-    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=whole.weight.requires_grad)
-    if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=bias_trains(whole))
-    return module
 
 
 def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:

@@ -5,13 +5,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loco_ext.fx.modules import paddings
+from loco_ext.fx.modules import device_of, paddings
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, inverse_order, join, standalone
@@ -28,13 +29,12 @@ _MARGIN = 0.97  # another way must take less than this part of the time of one c
 
 def fewest_macs(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return one convolution for each kernel size."""
-    return [Bucket(filters, box) for filters, box in by_size(convolution)]
+    return by_size(convolution)
 
 
 def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return the convolution with all its taps."""
-    box = tuple((0, size) for size in convolution.weight.shape[2:])
-    return [Bucket(tuple(range(len(convolution.weight))), box)]
+    return [Bucket.whole(convolution.weight)]
 
 
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
@@ -43,22 +43,22 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     One convolution of torch's is compared with one for each kernel size, of which the rarest join the next, and with
     :func:`loco_ext.ops.mixed_conv2d` if its kernels support the layer.
     """
-    parts = by_size(convolution, most=_MOST_SIZES)
-    ways = [[Bucket(*join(parts))]]
-    if len(parts) > 1:
-        ways.append([Bucket(*part) for part in parts])
+    buckets = by_size(convolution, most=_MOST_SIZES)
+    ways = [[join(buckets)]]
+    if len(buckets) > 1:
+        ways.append(buckets)
     if takes_mixed(convolution, kind):
         ways.append(all_at_once(convolution))
     if len(ways) == 1:
         return ways[0]
-    whole, *others = _times(convolution, ways, kind, free)
+    first, *others = _times(convolution, ways, kind, free)
     least = min(others)
-    return ways[1 + others.index(least)] if least < _MARGIN * whole else ways[0]
+    return ways[1 + others.index(least)] if least < _MARGIN * first else ways[0]
 
 
 def all_at_once(convolution: Convolution) -> list[Bucket]:
     """Return the filters of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
-    return [Bucket(filters, box, mixed=True) for filters, box in by_size(convolution, dead_apart=True)]
+    return [replace(bucket, mixed=True) for bucket in by_size(convolution, dead_apart=True)]
 
 
 def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
@@ -68,9 +68,11 @@ def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
     return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
 
 
-def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
-    """Return the median seconds of each call; calls alternate for about ``budget`` seconds in all."""
-    return [statistics.median(values) for values in _samples(calls, device, budget)]
+def latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
+    """Return the median seconds of a call of each network; calls alternate for about ``budget`` seconds in all."""
+    _log.info("timing %d versions of the network, %g seconds", len(networks), budget)
+    calls = [partial(network, *inputs) for network in networks]
+    return [statistics.median(values) for values in _samples(calls, device_of(networks[0]), budget)]
 
 
 def seconds_of(convolution: Convolution, kind: Mapping[str, Any]) -> float:

@@ -57,7 +57,9 @@ def _cut_group(
         return Cut(weight, bias, None)
     foldable = layer.foldable[outputs][needed][:, gone].all(0)
     if foldable.any():
-        bias = _folded(whole[:, gone[foldable]], constants[gone[foldable]], bias)
+        numbers = torch.from_numpy(constants[gone[foldable]]).to(whole.device)
+        folded = sums_of_taps(whole[:, gone[foldable]]) @ numbers
+        bias = (folded if bias is None else folded + bias.double()).to(whole.dtype)
     seen = gone[~foldable]
     if not len(seen):
         return Cut(weight, bias, None)
@@ -91,12 +93,6 @@ def _concatenated(parts: Sequence[Tensor | None], rows: Sequence[int], axis: int
     return torch.cat(
         [some.new_zeros(shape) if part is None else part for part, shape in zip(parts, shapes, strict=True)], axis
     )
-
-
-def _folded(weight: Tensor, constants: Floats, bias: Tensor | None) -> Tensor:
-    """Return the bias plus the outputs of filters ``(C_out, C_in, *kernel_size)`` for these constants."""
-    folded = sums_of_taps(weight) @ torch.from_numpy(constants).to(weight.device)
-    return (folded if bias is None else folded + bias.double()).to(weight.dtype)
 
 
 def _border(module: Any, weight: Tensor, constants: Floats, shape: tuple[int, ...]) -> Tensor:

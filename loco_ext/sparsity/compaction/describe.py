@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from loco_ext.fx.operations import module_of
 from loco_ext.ops.channels import layer_norm_with_constants
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.compaction_report import LayerReport, Report
@@ -16,7 +17,7 @@ from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
 from loco_ext.sparsity.compaction.graph import MODULE
 from loco_ext.sparsity.compaction.macs import samples_in
 from loco_ext.sparsity.compaction.rewrite import Rewriter
-from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.roles import Role, is_depthwise, stored
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED, filter_weights
 
 
@@ -25,12 +26,12 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
     report, calls = Report(), defaultdict[str, list[fx.Node]](list)
     samples = samples_of(channels.graph)
     for node, info in channels.info.nodes.items():
-        module = channels.info.module(node)
+        module = module_of(node)
         depthwise = module is not None and is_depthwise(module)
         if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
             calls[str(node.target)].append(node)
     for name, nodes in calls.items():
-        module = channels.info.module(nodes[0])
+        module = module_of(nodes[0])
         weight = filter_weights(module).detach()
         pixels = {node: pixels_of(node, module, samples) for node in nodes}
         left = [pixels[node] for node in nodes if node in rewriter.left]
@@ -49,7 +50,7 @@ def kept_channels(channels: Channels) -> dict[str, str]:
     return {
         str(node.target) if node.op == "call_module" else node.meta.get(MODULE, node.name): info.why_kept(node)
         for node, each in info.nodes.items()
-        if each.role is Role.OTHER and each.sources and not _is_no_layer(node) and info.stored(node) is None
+        if each.role is Role.OTHER and each.sources and not _is_no_layer(node) and stored(node) is None
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from loco_ext.fx.modules import count_owners, is_hooked
 from loco_ext.sparsity.compaction.compaction_report import Report
-from loco_ext.sparsity.compaction.convolution import Convolution, standalone
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, standalone
 from loco_ext.sparsity.compaction.describe import describe_layer
 from loco_ext.sparsity.compaction.graph import copies, kind_of
 from loco_ext.sparsity.compaction.macs import samples_in
@@ -33,7 +33,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
         images = Fraction(written["shape"][0], samples) if len(written["shape"]) == weight.dim() else 1
         pixels = images * Fraction(prod(written["shape"][2 - weight.dim() :]))
         report.layers.append(describe_layer(name, weight, pixels, weight, pixels, buckets))
-        if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
+        if [bucket.box for bucket in buckets] != [Bucket.whole(weight).box]:
             result.set_submodule(name, standalone(convolution, buckets))
     return result, report
 

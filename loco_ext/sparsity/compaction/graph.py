@@ -14,11 +14,11 @@ from loco_ext.errors import first_line
 from loco_ext.fx.branches import length, same_as_on_example
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import has_forward_hooks, is_hooked
-from loco_ext.fx.operations import places
+from loco_ext.fx.operations import module_of, places, stored_tensor
 from loco_ext.fx.sizes import Inference, Size
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
-from loco_ext.sparsity.compaction.layers import as_layers, stored_tensor
+from loco_ext.sparsity.compaction.layers import as_layers
 from loco_ext.sparsity.compaction.spellings import spell_out_operations
 from loco_ext.sparsity.compaction.views import spell_out_views
 
@@ -118,7 +118,7 @@ def _fold_kernel_sizes(graph: fx.GraphModule) -> None:
         first: Any = node.args[0] if node.args else None
         whole = node.args[1:] == (("shape",) if node.target is getattr else ()) and node.target in (getattr, "size")
         if whole and first.op == "get_attr":
-            shape = stored_tensor(graph, first).shape
+            shape = stored_tensor(first).shape
             read = [user.args[1] for user in node.users if user.target is operator.getitem]
             if len(read) == len(node.users) and all(min(places(index, len(shape)), default=0) > 1 for index in read):
                 sizes[node] = shape
@@ -175,10 +175,8 @@ def _remove_identities(graph: fx.GraphModule) -> None:
     Functions of other packages, which torch.fx does not trace, are among them: an example is one that drops whole
     samples in training and does nothing in eval mode.
     """
-    modules = dict(graph.named_modules())
     for node in list(graph.graph.nodes):
-        module = modules[str(node.target)] if node.op == "call_module" else None
-        given: Any = None
+        module, given = module_of(node), None
         if type(module) is nn.Identity and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
             given = node.args[0]
         elif node.op == "call_function" and _is_foreign(node.target):
@@ -191,9 +189,8 @@ def _remove_identities(graph: fx.GraphModule) -> None:
 
 def _pad_by_functions(graph: fx.GraphModule) -> None:
     """Replace padding layers by calls of torch.nn.functional.pad, so that the same rules hold for both."""
-    modules = dict(graph.named_modules())
     for node in graph.graph.nodes:
-        module: Any = modules[str(node.target)] if node.op == "call_module" else None
+        module = module_of(node)
         mode = next((mode for kind, mode in _PADDING_MODES.items() if isinstance(module, kind)), None)
         if mode is not None and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
             target, node.target = node.target, F.pad

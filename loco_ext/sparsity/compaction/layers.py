@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext.fx.modules import count_owners, unused_name
-from loco_ext.fx.operations import argument
+from loco_ext.fx.operations import argument, owner_of, stored_tensor
 
 COMPUTED = "computed"  # key in the meta of a convolution whose weight the model's code computes
 
@@ -47,19 +47,16 @@ def as_layers(graph: fx.GraphModule, model: nn.Module) -> None:
         model: the model that the graph belongs to.
     """
     _store_computed_weights(graph)
-    readers = Counter(
-        str(read.target) for node in graph.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
-    )
+    readers = Counter(read.target for read in graph.graph.find_nodes(op="get_attr") for _ in read.users)
     owned, called = count_owners(graph), _called(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in _FUNCTIONS or "shape" not in node.meta:
             continue
-        layer = _layer(graph, node)
+        layer = _layer(node)
         if isinstance(layer, _BatchNorm) and not _normalises(model, node):
             continue
         read = [x for x in node.all_input_nodes if x.op == "get_attr"]
-        alone = all(readers[str(x.target)] == 1 == len(x.users) for x in read)
-        alone &= called.isdisjoint(str(x.target).rpartition(".")[0] for x in read)
+        alone = all(readers[x.target] == 1 for x in read) and called.isdisjoint(map(owner_of, read))
         if layer is not None and alone and all(owned[id(p)] == 1 for p in layer.parameters()):
             _replace(graph, node, layer.eval(), read)
     graph.recompile()
@@ -86,15 +83,15 @@ def _store_weight(
     graph: fx.GraphModule, node: fx.Node, weight: fx.Node, value: Tensor, parts: dict[fx.Node, None]
 ) -> None:
     """Make a parameter of a convolution's weight if it is computed from one, and erase what nothing reads any more."""
-    parameters = [part for part in parts if isinstance(stored_tensor(graph, part), nn.Parameter)]
+    parameters = [part for part in parts if isinstance(stored_tensor(part), nn.Parameter)]
     if not parameters:
         return
     called = _called(graph)
-    names = (str(part.target) for part in parameters)
     # A layer that stays a layer can have no further parameter, with which no file would be read.
-    name = unused_name(graph, next((x for x in names if x.rpartition(".")[0] not in called), node.name))
+    free = (str(part.target) for part in parameters if owner_of(part) not in called)
+    name = unused_name(graph, next(free, node.name))
     owner, _, attribute = name.rpartition(".")
-    trains = any(stored_tensor(graph, part).requires_grad for part in parameters)
+    trains = any(stored_tensor(part).requires_grad for part in parameters)
     graph.get_submodule(owner).register_parameter(attribute, nn.Parameter(value.clone(), trains))
     with graph.graph.inserting_before(node):
         stored = graph.graph.get_attr(name)
@@ -107,9 +104,9 @@ def _store_weight(
 
 def _replace(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, read: list[fx.Node]) -> None:
     """Replace the node, and the nodes that read its weights, by a call of the layer, named after the weights' owner."""
-    owner = str(read[0].target).rpartition(".")[0] if read else ""
+    owner = owner_of(read[0]) if read else ""
     used = [x for x in graph.graph.nodes if x.op in ("call_module", "get_attr") and x not in read]
-    inside = any(f"{str(x.target).rpartition('.')[0]}.".startswith(f"{owner}.") for x in used)
+    inside = any(f"{owner_of(x)}.".startswith(f"{owner}.") for x in used)
     name = unused_name(graph, f"{owner}.layer" if owner else node.name) if inside or not owner else owner
     for x in read:
         place, _, attribute = str(x.target).rpartition(".")
@@ -130,11 +127,11 @@ def _called(graph: fx.GraphModule) -> set[str]:
 
 def _normalises(model: nn.Module, node: fx.Node) -> bool:
     """Return whether all weights that the node reads belong to batch normalisations."""
-    owners = {str(x.target).rpartition(".")[0] for x in node.all_input_nodes if x.op == "get_attr"}
-    return all(isinstance(model.get_submodule(owner), _BatchNorm) for owner in owners)
+    read = (x for x in node.all_input_nodes if x.op == "get_attr")
+    return all(isinstance(model.get_submodule(owner_of(x)), _BatchNorm) for x in read)
 
 
-def _layer(graph: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+def _layer(node: fx.Node) -> nn.Module | None:
     """Return the layer that computes what the node's function does; None if its arguments are computed."""
     function = _FUNCTIONS[node.target]
     options = {**dict(zip(("input", *function.arguments), node.args, strict=False)), **node.kwargs}
@@ -142,17 +139,9 @@ def _layer(graph: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     given = {name: options.pop(name, None) for name in function.weights}
     computed: list[fx.Node] = []
     fx.node.map_arg(options, computed.append)
-    weights = {name: stored_tensor(graph, value) for name, value in given.items()}
+    weights = {name: stored_tensor(value) for name, value in given.items()}
     foreign = any(value is not None and not isinstance(weights[name], Tensor) for name, value in given.items())
     return None if computed or foreign else function.build(_Call(weights, options, len(node.meta["shape"])))
-
-
-def stored_tensor(graph: fx.GraphModule, value: Any) -> Any:
-    """Return the parameter or buffer that a node reads; None for anything else."""
-    if not isinstance(value, fx.Node) or value.op != "get_attr":
-        return None
-    owner, _, name = str(value.target).rpartition(".")
-    return getattr(graph.get_submodule(owner), name)
 
 
 def _with(layer: Any, call: _Call) -> nn.Module:

@@ -11,15 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from loco_ext.fx.modules import unused_name
+from loco_ext.fx.operations import module_of, owner_of, stored_tensor
 from loco_ext.fx.trace import ResultTracer
 from loco_ext.ops.channels import take_channels
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order, union
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, channel_order, emit, inverse_order, join
 from loco_ext.sparsity.compaction.cut import cut
-from loco_ext.sparsity.compaction.layers import stored_tensor
 from loco_ext.sparsity.compaction.overwrite import MATCHING_TERMS, finish
-from loco_ext.sparsity.compaction.roles import CONVOLUTIONS, NORMS, Role, added_channels, is_depthwise
+from loco_ext.sparsity.compaction.roles import (
+    CONVOLUTIONS,
+    NORMS,
+    Role,
+    added_channels,
+    arithmetic,
+    buffer_of,
+    is_depthwise,
+    stored,
+)
 from loco_ext.sparsity.compaction.whole_filters import has_whole_filters, with_filters
 
 # Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
@@ -60,7 +69,7 @@ class Rewriter:
         """Return the network with only what the graph uses; layers whose weights the graph reads remain layers."""
         result = fx.GraphModule(network, network.graph)
         for node in network.graph.nodes:
-            layer = str(node.target).rpartition(".")[0]
+            layer = owner_of(node)
             if node.op == "get_attr" and layer and type(self._owner.get_submodule(layer)) in CONVOLUTIONS:
                 result.set_submodule(layer, self._owner.get_submodule(layer))
         return result
@@ -74,7 +83,7 @@ class Rewriter:
         if role is Role.PARTS:
             return
         if role in (Role.OTHER, Role.SIZE):
-            buffer = self._channels.info.buffer(node)
+            buffer = buffer_of(node)
             if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.numel())):
                 kept = torch.tensor(self._kept[node], device=buffer.device)
                 self._new[node] = self._constant(node, "vector", buffer.index_select(self._axis(node), kept))
@@ -93,7 +102,7 @@ class Rewriter:
             Role.SHUFFLE: self._shuffle,
             Role.UNSHUFFLE: self._split,
             Role.MEAN: self._mean,
-            Role.GATE: self._gate,
+            Role.GATE: self._copy,
         }[role]
         self._new[node] = add(node, sources)
 
@@ -103,8 +112,7 @@ class Rewriter:
         weight, bias, border = cut(self._channels, node, source, outputs, inputs)
         if has_whole_filters(layer.module):
             self._owner.set_submodule(str(node.target), with_filters(layer.module, weight, bias))
-            box = tuple((0, size) for size in weight.shape[2:])
-            self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), box)]
+            self.layers[str(node.target)] = weight, [Bucket.whole(weight)]
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
@@ -119,10 +127,12 @@ class Rewriter:
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """Return the node of the convolution's result, and the order of its filters."""
         name = str(node.target)
-        if self._channels.info.is_called_again(node):
-            buckets = self.layers[name][1] if name in self.layers else self._one_bucket(source, convolution)
+        if name in self.layers:
+            buckets = self.layers[name][1]
         else:
             buckets = self._choose(convolution, source.meta, free)
+            if self._channels.info.is_called_again(node):  # as one module
+                buckets = [join(buckets)]
         self.layers[name] = convolution.weight, buckets
         order = channel_order(buckets)
         back = None if free else inverse_order(buckets, convolution.weight.device)
@@ -130,14 +140,9 @@ class Rewriter:
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets, index)
         return result, order if index is None else sorted(order)
 
-    def _one_bucket(self, source: fx.Node, convolution: Convolution) -> Sequence[Bucket]:
-        """Return how to compute a convolution by one module, which several nodes can call."""
-        boxes = [bucket.box for bucket in self._choose(convolution, source.meta, False)]
-        return [Bucket(tuple(range(len(convolution.weight))), union(boxes))]
-
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]
-        module = self._channels.info.module(node)
+        module = module_of(node)
         if module is None:
             cut = {x: self._cut_operand(x, kept) for x in self._channels.info.by_channel(node)}
             return self._graph.node_copy(node, lambda x: cut[x] if x in cut else self._new[x])
@@ -152,13 +157,12 @@ class Rewriter:
 
     def _cut_operand(self, operand: fx.Node, kept: list[int]) -> fx.Node:
         """Return the numbers of these channels of a module's tensor, in the axes of the operand, a view of it."""
-        read: Any = self._channels.info.stored(operand)
-        owner, _, name = str(read.target).rpartition(".")
-        whole = stored_tensor(self._channels.graph, read)
+        read: Any = stored(operand)
+        whole = stored_tensor(read)
         part = whole.detach().index_select(_long_axis(whole.shape), torch.tensor(kept, device=whole.device))
         if isinstance(whole, nn.Parameter):
             part = nn.Parameter(part, whole.requires_grad)
-        setattr(self._owner.get_submodule(owner), name, part)
+        setattr(self._owner.get_submodule(owner_of(read)), read.target.rpartition(".")[2], part)
         result, shape = self._graph.get_attr(str(read.target)), operand.meta["shape"]
         sizes = [-1 if axis == _long_axis(shape) else 1 for axis in range(len(shape))]
         return result if operand is read else self._graph.call_method("view", (result, *sizes))
@@ -174,8 +178,8 @@ class Rewriter:
         self._kept[node] = kept
         terms = {x: self._new[x] for x in node.all_input_nodes}
         if kept != others:
-            index = self._constant(node, "order", torch.tensor([others.index(c) for c in kept]).to(node.meta["device"]))
-            terms[sources[1]] = self._take_channels(terms[sources[1]], index, self._axis(node))
+            places = [others.index(c) for c in kept]
+            terms[sources[1]] = self._take_channels(node, "order", node, terms[sources[1]], places)
         result = self._graph.node_copy(node, terms.__getitem__)
         alike = self._channels.same_size(*sources) and sources[0].meta["dtype"] == sources[1].meta["dtype"]
         result.meta[MATCHING_TERMS] = (0, 1) if alike else ()
@@ -210,20 +214,19 @@ class Rewriter:
         found = [constants[c] if constants[c] in places else default for c in kept]
         index = [places[k] if gone else present.index(c) for c, k, gone in zip(kept, found, missing, strict=True)]
         if index != list(range(len(present))):
-            which = torch.tensor(index, device=part.meta["device"])
-            result = self._take_channels(result, self._constant(node, "which", which), self._axis(part))
+            result = self._take_channels(node, "which", part, result, index)
         return result, np.where(missing, rest - np.array(found), 0.0)
 
     def _join_constant(self, node: fx.Node, sources: Sequence[fx.Node], constant: int) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[1 - constant]]
         numbers = self._channels.values[sources[constant]].constants[kept]
         other = self._new[sources[1 - constant]]
-        if not numbers.any() and self._channels.info.arithmetic(node) == "add":
+        if not numbers.any() and arithmetic(node) == "add":
             return other
         vector = self._vector(node, sources[1 - constant], numbers)
         masks = [self._new[x] for x in self._channels.info.read_whole(node)]
         operands = (*masks, vector, other) if constant == 0 else (*masks, other, vector)
-        return self._graph.call_function(getattr(torch, str(self._channels.info.arithmetic(node))), operands)
+        return self._graph.call_function(getattr(torch, str(arithmetic(node))), operands)
 
     def _cat(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         parts, kept, offset, axis = [], [], 0, self._axis(node)
@@ -250,18 +253,20 @@ class Rewriter:
 
     def _take(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         taken: Any = self._channels.info.taken(node)
-        source = self._new[sources[0]]
-        places = [self._kept[sources[0]].index(taken[c]) for c in self._kept[node]]
+        (source,) = sources
+        places = [self._kept[source].index(taken[c]) for c in self._kept[node]]
         first, past = places[0], places[0] + len(places)
-        axis = self._axis(sources[0])
         if places != list(range(first, past)):
-            index = torch.tensor(places, device=sources[0].meta["device"])
-            return self._take_channels(source, self._constant(node, "index", index), axis)
-        if len(places) == len(self._kept[sources[0]]):
-            return source
-        return self._graph.call_function(operator.getitem, (source, (*[slice(None)] * axis, slice(first, past))))
+            return self._take_channels(node, "index", source, self._new[source], places)
+        if len(places) == len(self._kept[source]):
+            return self._new[source]
+        index = (*[slice(None)] * self._axis(source), slice(first, past))
+        return self._graph.call_function(operator.getitem, (self._new[source], index))
 
-    def _take_channels(self, source: fx.Node, index: fx.Node, axis: int) -> fx.Node:
+    def _take_channels(self, node: fx.Node, what: str, like: fx.Node, source: fx.Node, places: list[int]) -> fx.Node:
+        """Return the node of these channels of ``source``, which are along the axis of those of ``like``."""
+        index = self._constant(node, what, torch.tensor(places, device=like.meta["device"]))
+        axis = self._axis(like)
         return self._graph.call_function(take_channels, (source, index) if axis == 1 else (source, index, axis))
 
     def _axis(self, node: fx.Node) -> int:
@@ -270,13 +275,13 @@ class Rewriter:
     def _shuffle(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         parts = sources[0].meta["shape"][1] // node.meta["shape"][1]
         self._kept[node] = [c // parts for c in self._kept[sources[0]][::parts]]
-        return self._graph.node_copy(node, self._new.__getitem__)
+        return self._copy(node, sources)
 
     def _split(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         """Copy the node, which makes several channels from the pixels of each."""
         parts = node.meta["shape"][1] // sources[0].meta["shape"][1]
         self._kept[node] = [c * parts + p for c in self._kept[sources[0]] for p in range(parts)]
-        return self._graph.node_copy(node, self._new.__getitem__)
+        return self._copy(node, sources)
 
     def _mean(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         """Take the mean of the channels that are needed, and correct it for the constants of all others."""
@@ -286,8 +291,7 @@ class Rewriter:
         read, parts = self._new[source], [place for place, c in enumerate(kept) if needed[c]]
         parts = parts or list(range(len(kept)))  # for a mean that only fills a group
         if len(parts) < len(kept):
-            index = torch.tensor(parts, device=source.meta["device"])
-            read = self._take_channels(read, self._constant(node, "index", index), self._axis(source))
+            read = self._take_channels(node, "index", source, read, parts)
         result = self._graph.node_copy(node, {source: read}.__getitem__)
         if len(parts) < len(needed):
             result = self._graph.call_function(torch.mul, (result, len(parts) / len(needed)))
@@ -295,8 +299,8 @@ class Rewriter:
             result = self._graph.call_function(torch.add, (result, rest))
         return result
 
-    def _gate(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        """Copy the node, of whose channels in order :meth:`_add` has recorded those that are kept."""
+    def _copy(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Copy the node; :meth:`_add` has recorded the channels in order that are kept."""
         return self._graph.node_copy(node, self._new.__getitem__)
 
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:

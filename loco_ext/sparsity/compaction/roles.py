@@ -23,15 +23,17 @@ from loco_ext.fx.operations import (
     REDUCTIONS,
     argument,
     axes_in_order,
+    module_of,
     numbered_axes,
     only_user,
     operation,
+    owner_of,
     places,
     reads_numbers,
+    stored_tensor,
 )
 from loco_ext.fx.sizes import Inference, unchanged_axes
 from loco_ext.ops.channels import layer_norm_with_constants, take_channels
-from loco_ext.sparsity.compaction.layers import stored_tensor
 from loco_ext.sparsity.compaction.whole_filters import TRANSPOSED
 
 
@@ -82,22 +84,16 @@ class GraphInfo:
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        self.modules = dict(graph.named_modules())
-        self.sizes = Inference(graph)
-        self._root = graph
-        self._calls = defaultdict[int, list[fx.Node]](list)  # by the id of the module
+        self.sizes, self._graph = Inference(graph), graph.graph
+        self._calls = defaultdict[Any, list[fx.Node]](list)  # by the name of the module
         for node in graph.graph.find_nodes(op="call_module"):
-            self._calls[id(self.modules[str(node.target)])].append(node)
+            self._calls[node.target].append(node)
         self._shared = {parameter for parameter, count in count_owners(graph).items() if count > 1}
-        self._read = {
-            id(self.modules[owner])
-            for node in graph.graph.nodes
-            if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
-        }
-        reads = ((read, user) for node in graph.graph.nodes if (read := self.stored(node)) for user in node.users)
+        self._read = {owner_of(node) for node in graph.graph.find_nodes(op="get_attr")}  # names of modules
+        reads = ((read, user) for node in graph.graph.nodes if (read := stored(node)) for user in node.users)
         # By the name of a module's tensor: the number of nodes that read it, or a view of it, and are no views of it.
-        self._readers = Counter(str(read.target) for read, user in reads if self.stored(user) is None)
-        self._refused: set[int] = set()  # modules that are called more than once, once at least with the role OTHER
+        self._readers = Counter(read.target for read, user in reads if stored(user) is None)
+        self._refused: set[Any] = set()  # modules that are called more than once, once at least with the role OTHER
         self._axes: dict[fx.Node, int] = {}
         self.nodes: dict[fx.Node, NodeInfo] = {}
         refused = -1
@@ -106,19 +102,18 @@ class GraphInfo:
             self._annotate()
 
     def _annotate(self) -> None:
-        nodes = self._root.graph.nodes
-        for node in nodes:
+        for node in self._graph.nodes:
             if "shape" in node.meta:
                 self._axes[node] = self._result_axis(node, self._info(node))
-        for node in nodes:
+        for node in self._graph.nodes:
             self.nodes[node] = self._info(node)
             if self.is_called_again(node) and self.nodes[node].role is Role.OTHER:
-                self._refused.add(id(self.module(node)))
+                self._refused.add(node.target)
 
     def is_called_again(self, node: fx.Node) -> bool:
         """Return whether the node calls a module that is called more than once and has something for each channel."""
-        module = self.module(node)
-        return len(self._calls[id(module)]) > 1 and has_channels(module)
+        module = module_of(node)
+        return module is not None and len(self._calls[node.target]) > 1 and has_channels(module)
 
     def axis(self, node: fx.Node) -> int:
         """Return the axis of a tensor's channels."""
@@ -128,27 +123,12 @@ class GraphInfo:
         """Return the number of a tensor's channels; None if it depends on the inputs' sizes."""
         return self.sizes.number(node, self._axes[node]) if node in self._axes else None
 
-    def module(self, node: fx.Node) -> Any:
-        """Return the module that the node calls, or None."""
-        return self.modules[str(node.target)] if node.op == "call_module" else None
-
-    def buffer(self, node: fx.Node) -> Tensor | None:
-        """Return the buffer that the node reads; None if it does something else."""
-        return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
-
-    def stored(self, node: fx.Node) -> fx.Node | None:
-        """Return the node that reads the tensor of a module of which the node is a view, or itself; None if neither."""
-        if node.op == "get_attr":
-            return node
-        is_view = operation(node, self.modules) in ("view", *_VIEWS) and node.all_input_nodes == [*node.args[:1]]
-        return self.stored(node.all_input_nodes[0]) if is_view else None
-
     def numbers_of(self, operand: Any, source: fx.Node) -> NDArray[np.float64]:
         """Return the number, or those for the channels of ``source``, that a tensor of a module has; NaN for others."""
-        read = self.stored(operand)
+        read = stored(operand)
         if read is None or not (math.prod(operand.meta["shape"]) == 1 or self._is_by_channel(operand, source)):
             return np.asarray(math.nan)
-        return stored_tensor(self._root, read).detach().double().cpu().numpy().reshape(-1)
+        return stored_tensor(read).detach().double().cpu().numpy().reshape(-1)
 
     def by_channel(self, node: fx.Node) -> list[fx.Node]:
         """Return the operands of arithmetic that are tensors of a module, or views of them, cut with the channels."""
@@ -156,38 +136,21 @@ class GraphInfo:
 
     def is_masked(self, node: fx.Node) -> bool:
         """Return whether arithmetic has an operand that is a buffer with a number for each channel."""
-        return any(read and self.buffer(read) is not None for read in map(self.stored, self.by_channel(node)))
+        return any(read and buffer_of(read) is not None for read in map(stored, self.by_channel(node)))
 
     def _is_by_channel(self, operand: fx.Node, source: fx.Node) -> bool:
         """Return whether an operand is a tensor that has one number for each channel and that nothing else reads."""
-        read, shape = self.stored(operand), operand.meta["shape"]
+        read, shape = stored(operand), operand.meta["shape"]
         place, count = self.axis(source) - rank(source) + len(shape), self.channels(source)
         if read is None or not 0 <= place < len(shape) or not shape[place] == math.prod(shape) == count:
             return False
-        owner, whole = self._root.get_submodule(str(read.target).rpartition(".")[0]), stored_tensor(self._root, read)
-        shared = id(owner) in self._calls or id(whole) in self._shared or self._readers[str(read.target)] > 1
+        whole = stored_tensor(read)
+        shared = owner_of(read) in self._calls or id(whole) in self._shared or self._readers[read.target] > 1
         return not shared and count == max(whole.shape, default=0)
-
-    def arithmetic(self, node: fx.Node) -> str | None:
-        """Return the name of an operation on two tensors, or a tensor and a number, that broadcasts them, else None.
-
-        They are its last arguments; "where" has a mask ahead of them.
-        """
-        name = operation(node, self.modules)
-        known = name in ARITHMETIC or (name == "where" and node.op == "call_function")
-        return name if known and len(node.args) == 2 + (name == "where") and not node.kwargs else None
 
     def is_norm(self, node: fx.Node) -> bool:
         """Return whether the node normalises channels, each alone or in groups."""
-        return type(self.module(node)) in NORMS and self.nodes[node].role is Role.PER_CHANNEL
-
-    def norm_behind(self, node: fx.Node) -> fx.Node | None:
-        """Return the normalisation of channels that is the only reader of the node's result; None if there is none.
-
-        Also None if the normalisation, or the layer before it, is called more than once.
-        """
-        behind = [] if self.is_called_again(node) else self.norms_behind(node)
-        return behind[0] if behind else None
+        return type(module_of(node)) in NORMS and self.nodes[node].role is Role.PER_CHANNEL
 
     def norms_behind(self, node: fx.Node) -> list[fx.Node]:
         """Return the only readers of a layer's results in all of its calls if they are normalisations of channels.
@@ -195,34 +158,33 @@ class GraphInfo:
         The list has one call of each normalisation. It is empty if other layers share one that has something for each
         channel.
         """
-        layer = self.module(node)
-        readers = [only_user(call) for call in self._calls[id(layer)]]
-        found: dict[int, fx.Node] = {}
+        readers = [only_user(call) for call in self._calls[node.target]]
+        found: dict[Any, fx.Node] = {}
         for reader in readers:
             if reader is None or not self.is_norm(reader):
                 return []
-            found.setdefault(id(self.module(reader)), reader)
-        shared = (call for norm in found for call in self._calls[norm] if has_channels(self.module(call)))
+            found.setdefault(reader.target, reader)
+        shared = (call for norm in found for call in self._calls[norm] if has_channels(module_of(call)))
         return list(found.values()) if all(call in readers for call in shared) else []
 
     def why_opaque(self, node: fx.Node) -> str | None:
         """Return why a module cannot be changed; None if it can, or if the node calls no module."""
-        module = self.module(node)
+        module = module_of(node)
         if module is None:
             return None
         if is_hooked(module):
             return "it has hooks"
         if not has_channels(module):
             return None
-        if id(module) in self._refused or (self.is_called_again(node) and not _may_be_called_again(module)):
+        if node.target in self._refused or (self.is_called_again(node) and not _may_be_called_again(module)):
             return "it is called more than once"
         if any(id(parameter) in self._shared for parameter in module.parameters()):
             return "it shares parameters with another module"
-        return "its weights are read outside it" if id(module) in self._read else None
+        return "its weights are read outside it" if node.target in self._read else None
 
     def why_kept(self, node: fx.Node) -> str:
         """Return why nothing is removed from the inputs and the result of a node with the role OTHER."""
-        module = self.module(node)
+        module = module_of(node)
         sizes = (rank(source) for source in node.all_input_nodes if "shape" in source.meta)
         if type(module) in (*CONVOLUTIONS, *TRANSPOSED) and module.weight.dim() - 1 in sizes:
             return "what it reads has no batch"
@@ -241,7 +203,7 @@ class GraphInfo:
             return NodeInfo(Role.PARTS, sources)
         if "shape" not in node.meta:
             return NodeInfo(Role.SIZE if self._reads_other_sizes(node) else Role.OTHER, sources)
-        if self.arithmetic(node) == "where":
+        if arithmetic(node) == "where":
             chosen = tuple(x for x in sources if x is not node.args[0])
             if chosen and all(self._has_no_channels(node.args[0], x) for x in chosen):
                 sources = chosen
@@ -270,11 +232,11 @@ class GraphInfo:
         return dims - 1 if dims == 1 or last or self.sizes.number(node, 1) is None else 1
 
     def _is_of_last_axis(self, node: fx.Node) -> bool:
-        return node.target is layer_norm_with_constants or type(self.module(node)) in _OF_THE_LAST_AXIS
+        return node.target is layer_norm_with_constants or type(module_of(node)) in _OF_THE_LAST_AXIS
 
     def _role(self, node: fx.Node, sources: tuple[fx.Node, ...]) -> Role:
         """Return the role of a node that reads tensors whose numbers of channels are known, and returns one."""
-        module, name, source = self.module(node), operation(node, self.modules), sources[0]
+        module, name, source = module_of(node), operation(node), sources[0]
         dims = rank(source)
         if node.op == "get_attr" or (module is not None and (len(node.args) != 1 or node.kwargs)):
             return Role.OTHER
@@ -282,7 +244,7 @@ class GraphInfo:
             return Role.CONVOLUTION if self.axis(source) == dims - 1 else Role.OTHER
         if rank(node) < 2:
             return Role.OTHER
-        if self.arithmetic(node):
+        if arithmetic(node):
             return self._role_of_arithmetic(node, sources)
         if name == "cat":
             return Role.CAT if all(_is_cat_along(node, self.axis(x)) for x in sources) else Role.OTHER
@@ -301,7 +263,7 @@ class GraphInfo:
             return Role.GATE if halved in (self.axis(source), self.axis(source) - dims) else Role.OTHER
         if self.axis(source) != 1:
             return Role.OTHER
-        if name == "flatten" and self.sizes.of(node) == self.sizes.flattened(source):
+        if name == "flatten" and self.sizes.sizes[node] == self.sizes.unknowns.flat(self.sizes.sizes[source], 1, -1):
             return Role.FLATTEN
         if added_channels(node) is not None:
             return Role.WIDEN
@@ -333,15 +295,15 @@ class GraphInfo:
     def _moved(self, node: fx.Node, source: fx.Node) -> int | None:
         """Return the axis of the channels after a node that changes axes, but not theirs; None for any other node."""
         axis, added = self.axis(source), rank(node) - rank(source)
-        if order := axes_in_order(node, self.modules):
+        if order := axes_in_order(node):
             return order.index(axis)
-        name = operation(node, self.modules)
+        name = operation(node)
         given = numbered_axes(argument(node, REDUCTIONS.get(name, (1,))[0], "dim"), rank(source)) or set()
         if name in REDUCTIONS and given and axis not in given:
             return axis if added == 0 else axis - sum(other < axis for other in given)
         if name not in _VIEWS or (name == "squeeze" and axis in given):  # which would go if one channel is left
             return None
-        before, behind = unchanged_axes(self.sizes.of(source), self.sizes.of(node))
+        before, behind = unchanged_axes(self.sizes.sizes[source], self.sizes.sizes[node])
         return axis if axis < before else axis + added if axis >= rank(source) - behind else None
 
     def _only_with_channels(self, node: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
@@ -350,7 +312,7 @@ class GraphInfo:
         The other is broadcast along them, or is a tensor of a module with one number for each. Also None where a
         channel of zeros would depend on the input afterwards: only factors and divisors may be other than such numbers.
         """
-        name, found = self.arithmetic(node), []
+        name, found = arithmetic(node), []
         for one, other in (operands, operands[::-1]) if len(operands) == 2 and name is not None else ():
             alone = self._has_no_channels(other, one) or self._is_by_channel(other, one)
             fixed = name != "where" and not np.isnan(self.numbers_of(other, one)).any()
@@ -373,9 +335,7 @@ class GraphInfo:
         tensors = [x for x in operands if isinstance(x, fx.Node)]
         if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in operands):
             return Role.OTHER
-        if self.arithmetic(node) == "where" and (
-            node.args[0] in sources or any(x not in (*tensors, 0) for x in operands)
-        ):
+        if arithmetic(node) == "where" and (node.args[0] in sources or any(x not in (*tensors, 0) for x in operands)):
             return Role.OTHER  # the mask has channels, or makes something else of channels of zeros
         if len(sources) < len(set(tensors)) or len(set(tensors)) == 1:
             return Role.PER_CHANNEL
@@ -389,7 +349,7 @@ class GraphInfo:
             return None
         if node.target is operator.getitem and isinstance(node.args[1], int) and self._splits_channels(source):
             whole: Any = source.args[0]
-            split = getattr(torch, operation(source, self.modules))
+            split = getattr(torch, operation(source))
             parts = split(torch.arange(whole.meta["shape"][self.axis(whole)]), *source.args[1:2])
             return np.asarray(parts[node.args[1]])
         count = self.channels(source)
@@ -400,11 +360,11 @@ class GraphInfo:
             return _sliced(channels, node.args[1]) if self.axis(source) == 1 else None
         if node.target is take_channels and isinstance(node.args[1], fx.Node):
             axis = argument(node, 2, "axis", 1)
-            index = self.buffer(node.args[1]) if axis % rank(node) == self.axis(source) else None
+            index = buffer_of(node.args[1]) if axis % rank(node) == self.axis(source) else None
             return None if index is None else channels[index.cpu().numpy()]
-        if operation(node, self.modules) != "channelshuffle" or self.axis(source) != 1:
+        if operation(node) != "channelshuffle" or self.axis(source) != 1:
             return None
-        module = self.module(node)
+        module = module_of(node)
         groups: Any = node.args[1] if module is None else module.groups
         return channels.reshape(groups, -1).T.reshape(-1)
 
@@ -427,7 +387,7 @@ class GraphInfo:
     def _splits_channels(self, node: fx.Node) -> bool:
         """Return whether the node splits the channels into a tuple of contiguous parts."""
         source: Any = node.args[0] if node.args else None
-        if operation(node, self.modules) not in ("chunk", "split") or node.all_input_nodes != [source]:
+        if operation(node) not in ("chunk", "split") or node.all_input_nodes != [source]:
             return False
         dims, axis = len(source.meta.get("shape", ())), argument(node, 2, "dim", 0)
         plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"} and isinstance(axis, int)
@@ -437,6 +397,30 @@ class GraphInfo:
 def rank(node: fx.Node) -> int:
     """Return the number of axes of a tensor."""
     return len(node.meta["shape"])
+
+
+def buffer_of(node: fx.Node) -> Tensor | None:
+    """Return the buffer that the node reads; None if it does something else."""
+    found = stored_tensor(node)
+    return None if isinstance(found, nn.Parameter) else found
+
+
+def stored(node: fx.Node) -> fx.Node | None:
+    """Return the node that reads the tensor of a module of which the node is a view, or itself; None if neither."""
+    if node.op == "get_attr":
+        return node
+    is_view = operation(node) in ("view", *_VIEWS) and node.all_input_nodes == [*node.args[:1]]
+    return stored(node.all_input_nodes[0]) if is_view else None
+
+
+def arithmetic(node: fx.Node) -> str | None:
+    """Return the name of an operation on two tensors, or a tensor and a number, that broadcasts them, else None.
+
+    They are its last arguments; "where" has a mask ahead of them.
+    """
+    name = operation(node)
+    known = name in ARITHMETIC or (name == "where" and node.op == "call_function")
+    return name if known and len(node.args) == 2 + (name == "where") and not node.kwargs else None
 
 
 def is_depthwise(module: Any) -> bool:

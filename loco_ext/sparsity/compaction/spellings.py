@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from loco_ext.fx.branches import same_as_on_example
-from loco_ext.fx.operations import CASTS, argument, become, operation
+from loco_ext.fx.operations import CASTS, argument, become, erase_unread, operation
 from loco_ext.fx.sizes import Inference, Size, asked_sizes
 
 _EXTREMA: dict[str, tuple[Any, Any]] = {"max": (torch.amax, torch.maximum), "min": (torch.amin, torch.minimum)}
@@ -27,20 +27,19 @@ def spell_out_operations(graph: fx.GraphModule) -> None:
         graph: graph whose nodes have the shapes of their results in their meta.
     """
     _fold_sizes(graph)
-    modules = dict(graph.named_modules())
     for node in list(graph.graph.nodes):
-        name = operation(node, modules)
+        name = operation(node)
         if name in _EXTREMA and node.args:
-            _spell_extremum(graph, node, *_EXTREMA[name])
-            name = operation(node, modules)
+            _spell_extremum(node, *_EXTREMA[name])
+            name = operation(node)
         if name in _OF_STACKED:
-            _combine_instead(graph, node, modules, name)
+            _combine_instead(node, name)
         elif name == "cat":
-            _pad_instead(graph, node, modules)
+            _pad_instead(node)
         elif name == "maskedfill" and argument(node, 2, "value") == 0 and node.meta["dtype"].is_floating_point:
             become(node, torch.where, argument(node, 1, "mask"), 0, argument(node, 0, "input"))
         elif name == "addcmul" and len(node.args) == 3 and not node.kwargs:
-            _multiply_and_add(graph, node)
+            _multiply_and_add(node)
         elif name == "typeas":
             with graph.graph.inserting_before(node):
                 node.args = node.args[0], graph.graph.call_function(getattr, (node.args[1], "dtype"))
@@ -62,7 +61,7 @@ def _fold_sizes(graph: fx.GraphModule) -> None:
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: numbers.get(x, x))
 
 
-def _spell_extremum(graph: fx.GraphModule, node: fx.Node, along: Any, of_two: Any) -> None:
+def _spell_extremum(node: fx.Node, along: Any, of_two: Any) -> None:
     """Replace the largest numbers along an axis, if nothing reads their places, and those of two tensors.
 
     If several are the largest, all get a part of the gradient, and not one of them the whole.
@@ -76,7 +75,7 @@ def _spell_extremum(graph: fx.GraphModule, node: fx.Node, along: Any, of_two: An
         for user in list(node.users):
             node.meta.update(user.meta)
             user.replace_all_uses_with(node)
-            graph.graph.erase_node(user)
+            node.graph.erase_node(user)
 
 
 def _reads_values(user: fx.Node) -> bool:
@@ -84,10 +83,10 @@ def _reads_values(user: fx.Node) -> bool:
     return user.target in (operator.getitem, getattr) and user.args[1:] in ((0,), ("values",))
 
 
-def _combine_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], name: str) -> None:
+def _combine_instead(node: fx.Node, name: str) -> None:
     """Replace the sum, mean or extremum of tensors that are stacked along a new axis by operations on two of them."""
     stacked: Any = node.args[0] if node.args else None
-    if not isinstance(stacked, fx.Node) or operation(stacked, modules) != "stack" or not stacked.args:
+    if not isinstance(stacked, fx.Node) or operation(stacked) != "stack" or not stacked.args:
         return
     axis, gone = argument(stacked, 1, "dim", 0), argument(node, 1, "dim")
     gone = gone[0] if isinstance(gone, list | tuple) and len(gone) == 1 else gone
@@ -100,44 +99,44 @@ def _combine_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn
     total: Any = parts[0]
     calls = [(_OF_STACKED[name], part) for part in parts[1:]] + ([(torch.div, len(parts))] if name == "mean" else [])
     for function, part in calls:
-        with graph.graph.inserting_before(node):
-            total = graph.graph.call_function(function, (total, part))
+        with node.graph.inserting_before(node):
+            total = node.graph.call_function(function, (total, part))
         total.meta = dict(node.meta)
     node.replace_all_uses_with(total)
-    graph.graph.erase_node(node)
-    _erase_unread(graph, stacked)
+    node.graph.erase_node(node)
+    erase_unread(stacked)
 
 
-def _multiply_and_add(graph: fx.GraphModule, node: fx.Node) -> None:
+def _multiply_and_add(node: fx.Node) -> None:
     """Replace ``addcmul(total, one, other)`` by ``total + one * other``."""
     total, *factors = node.args
-    with graph.graph.inserting_before(node):
-        product = graph.graph.call_function(torch.mul, tuple(factors))
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(torch.mul, tuple(factors))
     shapes = (factor.meta["shape"] for factor in factors)  # type: ignore[union-attr]
     product.meta = {**node.meta, "shape": tuple(torch.broadcast_shapes(*shapes))}
     become(node, torch.add, total, product)
 
 
-def _pad_instead(graph: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
+def _pad_instead(node: fx.Node) -> None:
     """Replace the concatenation of one tensor and zeros along axis 1 by a padding."""
     rank, parts = len(node.meta["shape"]), argument(node, 0, "tensors")
     if argument(node, 1, "dim", 0) not in (1, 1 - rank) or not isinstance(parts, list | tuple):
         return
-    added: list[Any] = [_zeros(part, modules) for part in parts]
+    added: list[Any] = [_zeros(part) for part in parts]
     place = added.index(None) if added.count(None) == 1 else None
     if place is not None and parts[place].meta["dtype"] == node.meta["dtype"]:
         pads = [*[0] * (2 * rank - 4), sum(added[:place]), sum(added[place + 1 :])]
         become(node, F.pad, parts[place], pads)
         for part in dict.fromkeys(parts):
-            _erase_unread(graph, part)
+            erase_unread(part)
 
 
-def _zeros(node: fx.Node, modules: dict[str, nn.Module]) -> int | None:
+def _zeros(node: fx.Node) -> int | None:
     """Return how many channels of zeros, at axis 1, a node makes; None if it makes anything else."""
-    while operation(node, modules) in CASTS:
+    while operation(node) in CASTS:
         node = node.args[0]  # type: ignore[assignment]
-    asked = asked_sizes(node.args[1:] if operation(node, modules) == "newzeros" else node.args)
-    made = operation(node, modules) in ("newzeros", "zeros") and len(asked) > 1
+    asked = asked_sizes(node.args[1:] if operation(node) == "newzeros" else node.args)
+    made = operation(node) in ("newzeros", "zeros") and len(asked) > 1
     return asked[1] if made and isinstance(asked[1], int) else None
 
 
@@ -150,12 +149,3 @@ def _cast_of_type(node: fx.Node) -> list[Any]:
         return [empty.device, empty.dtype]
     read = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
     return [kind] if read or isinstance(kind, torch.dtype) else []
-
-
-def _erase_unread(graph: fx.GraphModule, node: fx.Node) -> None:
-    """Erase an operation whose result nothing reads, and those whose results it alone has read."""
-    if not node.users and node.op in ("call_function", "call_method"):
-        read = node.all_input_nodes
-        graph.graph.erase_node(node)
-        for each in read:
-            _erase_unread(graph, each)

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from loco_ext.fx.modules import paddings
+from loco_ext.fx.operations import owner_of
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.convolution import pad
@@ -35,7 +36,7 @@ def _split(network: fx.GraphModule) -> None:
 def _layers(root: nn.Module, node: fx.Node) -> list[str] | None:
     """Return the names of the layers whose weights and biases the call reads; None if it reads other tensors."""
     weights: Any = node.args[1]
-    names = [str(weight.target).rpartition(".")[0] for weight in weights]
+    names = [owner_of(weight) for weight in weights]
     layers: list[Any] = [root.get_submodule(name) for name in names]
     if any(type(layer) not in CONVOLUTIONS for layer in layers):
         return None

@@ -24,6 +24,7 @@ from loco_ext.sparsity.budget import layer_time, shrink
 from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm
 from loco_ext.sparsity.budget.structure import structure_of
+from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two, mixed
 from tests.covering import covering, slow
@@ -334,32 +335,22 @@ def test_a_network_with_filters_of_several_sizes_in_one_call_shrinks_again(monke
     assert 0.9 * macs_of(first, [X]) < report.macs_before <= macs_of(first, [X])
 
 
-class OwnConvolution(nn.Module):
-    """A convolution by a function, without the attribute for a bias."""
-
-    def __init__(self, channels: int, filters: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(filters, channels, 3, 3) / 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, padding=1)
+def own_convolution(channels: int, filters: int) -> nn.Module:
+    """Return a convolution by a function, without the attribute for a bias."""
+    weight = nn.Parameter(torch.randn(filters, channels, 3, 3) / 9)
+    return Network(lambda net, x: F.conv2d(x, net.weight, padding=1), weight=weight)
 
 
-class OwnGroupNorm(nn.Module):
-    """A group norm by a function, without the attributes of torch's."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(x, 4, self.weight, self.bias)
+def own_group_norm(channels: int) -> nn.Module:
+    """Return a group norm by a function, without the attributes of torch's."""
+    weights = {"weight": nn.Parameter(torch.ones(channels)), "bias": nn.Parameter(torch.zeros(channels))}
+    return Network(lambda net, x: F.group_norm(x, 4, net.weight, net.bias), **weights)
 
 
 @pytest.mark.parametrize("cost", ["macs", "parameters"])
 @pytest.mark.parametrize("importance", ["norm", "taylor"])
 def test_layers_and_norms_with_their_own_code_shrink(cost: str, importance: str) -> None:
-    model = nn.Sequential(OwnConvolution(3, 16), OwnGroupNorm(16), nn.ReLU(), OwnConvolution(16, 4)).eval()
+    model = nn.Sequential(own_convolution(3, 16), own_group_norm(16), nn.ReLU(), own_convolution(16, 4)).eval()
     structure = structure_of(model, [IMAGES_OF_8], "half", "rings")
     lost = by_norm(structure)
     counted = structure.problem("parameters", lost, dict.fromkeys(lost, 1)).whole_cost
@@ -376,15 +367,9 @@ class OwnPadding(nn.Conv2d):
         return F.conv2d(F.pad(x, (2, 2, 2, 2)), self.weight, self.bias, self.stride)
 
 
-class OwnLinear(nn.Module):
-    """A linear layer by a function, without torch's attributes."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+def own_linear(inputs: int, outputs: int) -> nn.Module:
+    """Return a linear layer by a function, without torch's attributes."""
+    return Network(lambda net, x: F.linear(x, net.weight), weight=nn.Parameter(torch.randn(outputs, inputs)))
 
 
 def test_layers_with_their_own_code_take_the_time_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +383,7 @@ def test_layers_with_their_own_code_take_the_time_of_torchs(monkeypatch: pytest.
     monkeypatch.setattr(layer_time, "seconds_of", record)
     monkeypatch.setattr(layer_time, "seconds_of_layer", record)
     tail = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    own = nn.Sequential(OwnConvolution(3, 8), OwnPadding(8, 8, 3, padding=1), *tail, OwnLinear(8, 4))
+    own = nn.Sequential(own_convolution(3, 8), OwnPadding(8, 8, 3, padding=1), *tail, own_linear(8, 4))
     pad, linear = nn.ZeroPad2d(2), nn.Linear(8, 4, bias=False)
     torchs = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), pad, nn.Conv2d(8, 8, 3), *tail, linear)
     found = []
@@ -514,7 +499,7 @@ def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_times(monkeypatch.setattr, 0.25)
-    monkeypatch.setattr(compact_module, "_latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
+    monkeypatch.setattr(cost, "latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
     model = network("plain")
     smaller, report = sparsity.shrink_to(model, X, latency=0.6, batches=batches(), granularity="filters")
     assert report.parameters_after < sum(p.numel() for p in smaller.parameters())  # norms that are not folded
@@ -583,23 +568,25 @@ def test_weights_that_are_not_finite_and_nothing_that_can_be_removed() -> None:
 
 
 def test_models_that_cannot_be_traced_are_refused_with_the_reason_once() -> None:
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.mean() > 0 else -x
-
     hooked = network("plain")
     hooked.register_forward_hook(lambda module, inputs, output: output)
-    branching = nn.Sequential(network("plain"), Branching())
+    branching = nn.Sequential(network("plain"), Network(lambda _, x: x if x.mean() > 0 else -x))
     said = r"^model: expected one that torch\.fx can trace"
     for model, why in (
         (hooked, "; the model has forward hooks"),
-        (branching, r", got TraceError in .* \(Branching\): its code depends on numbers"),
+        (branching, r", got TraceError in .* \(Network\): its code depends on numbers"),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=said + why):
             sparsity.shrink_to(model, X, macs=0.5, importance="norm")
         with pytest.raises(ValueError, match=said + why):
             sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=1, end=2)
+
+
+def test_inputs_that_the_model_refuses_are_named() -> None:
+    for inputs, why in ((X[:, :2], "RuntimeError: .* to have 3 channels"), ((X, X), "TypeError: .* 3 were given")):
+        with pytest.raises(ValueError, match=f"example_inputs: expected arguments that the model takes, got {why}"):
+            sparsity.shrink_to(network("plain"), inputs, macs=0.5, importance="norm")
 
 
 def test_the_reason_why_a_model_stays_is_named() -> None:
