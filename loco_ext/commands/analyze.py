@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from loco_ext.commands import Out, Result, command, make_writable, writing_to
-from loco_ext.errors import UserError
 from loco_ext.folders import owned
-from loco_ext.output import json_text, one_line, print_table, replacing, write_json
+from loco_ext.output import json_text, one_line, print_table, write_json
 
 _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
@@ -50,24 +49,22 @@ def run(
     from loco_ext.analysis.locality import estimate_locality, locality_statistics
     from loco_ext.analysis.tables import STATISTICS, locality_rows, statistics_rows
     from loco_ext.analysis.tap_figure import tap_figure
+    from loco_ext.experiments.figures import write
     from loco_ext.experiments.records import provenance
     from loco_ext.experiments.run import WEIGHTS
+    from loco_ext.experiments.settings import settings_errors
     from loco_ext.foreign_checkpoints import read_checkpoint
 
+    models = {str(path): read_checkpoint(path / WEIGHTS if path.is_dir() else path) for path in checkpoints}
     weights = []
-    try:
-        models = {str(path): read_checkpoint(path / WEIGHTS if path.is_dir() else path) for path in checkpoints}
-        for name, model in models.items():
-            try:
-                weights.append(conv_weights(model))
-            except ValueError as error:
-                raise UserError(f"{name}: {error}") from error
+    for name, model in models.items():
+        with settings_errors(f"{name}: "):
+            weights.append(conv_weights(model))
+    with settings_errors():
         statistics = {name: locality_statistics(model, weighting=weighting) for name, model in models.items()}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             locality = estimate_locality(list(models.values()), c=c, eta_rule=eta_rule, stat=stat)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     notes = [str(warning.message) for warning in caught]
     notes += [f"{name}: not in the statistics: {', '.join(s.skipped)}" for name, s in statistics.items() if s.skipped]
     taps = {layer: torch.stack([each[layer].abs().mean((0, 1)) for each in weights]).mean(0) for layer in locality}
@@ -81,9 +78,7 @@ def run(
     }
     make_writable(out)
     with writing_to(out), owned(out):
-        with replacing(out / "taps.png") as temporary, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
-            tap_figure(taps).savefig(temporary, format="png", dpi=150)
+        write(tap_figure(taps), out / "taps.png")
         write_json(out / "analysis.json", analysis)
 
     def show() -> None:

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 import typer
 
 from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
-from loco_ext.errors import UserError
-from loco_ext.experiments import data, efcn
+from loco_ext.experiments import efcn
 from loco_ext.experiments.efcn_settings import PRESETS, PRESETS_MEAN, EfcnSettings, efcn_preset
-from loco_ext.experiments.settings import Settings
+from loco_ext.experiments.settings import Settings, settings_errors
 
 OF_THE_NETWORK = {"model", "data", "image_size", "epochs", "batch_size", "learning_rate", "seed", "width"}
 OPTIONS = (
@@ -44,9 +43,6 @@ def run(
     are written to a folder.
     """
     setting = efcn_preset(preset, **options)
-    training = setting.training
-    dataset = data.load(training.data, folder, training.image_size).first(samples)
-    try:
+    dataset = setting.training.load_data(folder).first(samples)
+    with settings_errors(kinds=MemoryError):
         return experiment(efcn, setting, dataset, out, device, resume=resume)
-    except MemoryError as error:
-        raise UserError(str(error)) from error

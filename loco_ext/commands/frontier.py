@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
-from loco_ext.experiments import data, frontier
+from loco_ext.experiments import frontier
 from loco_ext.experiments.settings import PRESETS, Settings, check_effects, experiment_preset
 
 POINT = PRESETS["quick"] | {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}
@@ -44,5 +44,5 @@ def run(
     setting = frontier.FrontierSettings(training, **path)
     if not (resume and (out / "settings.json").exists()):  # one goes on with the options that it was started with
         check_effects(setting, frontier.EFFECTS, options)
-    dataset = data.load(training.data, folder, training.image_size).first(samples)
+    dataset = training.load_data(folder).first(samples)
     return experiment(frontier, setting, dataset, out, device, resume=resume)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
-from loco_ext.experiments import data, landscapes
+from loco_ext.experiments import landscapes
 from loco_ext.experiments.landscapes_settings import PRESETS, PRESETS_MEAN, LandscapesSettings, landscapes_preset
 from loco_ext.experiments.settings import Settings
 
@@ -34,6 +34,5 @@ def run(
     pixels, and figures are written to a folder.
     """
     setting = landscapes_preset(preset, **options)
-    training = setting.training
-    dataset = data.load(training.data, folder, training.image_size).first(samples)
+    dataset = setting.training.load_data(folder).first(samples)
     return experiment(landscapes, setting, dataset, out, device, resume=resume)

@@ -1,13 +1,11 @@
 """The command ``loco-ext report``."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from loco_ext.commands import Result, command, make_writable, writing_to
-from loco_ext.errors import UserError
 from loco_ext.output import json_text, note, one_line
 
 
@@ -30,7 +28,7 @@ def run(
     from loco_ext.report import page, runs
 
     found, problems = runs.find(folders)
-    _check(out, page.is_report)
+    page.check_replaceable(out)
     make_writable(out.parent)
     with writing_to(out.parent):
         problems = page.write(out, found, problems)
@@ -40,13 +38,3 @@ def run(
         lambda: "\n".join(json_text(each.to_dict()) for each in found),
         lambda: print(f"The report is {one_line(str(out))}"),
     )
-
-
-def _check(out: Path, is_report: Callable[[Path], bool]) -> None:
-    """Raise UserError if something else than a report would be replaced."""
-    try:
-        if not out.exists() or is_report(out):
-            return
-    except OSError as error:
-        raise UserError(f"out: expected a file that can be replaced, got {str(out)!r}: {error.strerror}") from error
-    raise UserError(f"out: expected a new file, or a report to replace, got {str(out)!r}")

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -17,7 +17,8 @@ from loco_ext.errors import UserError
 from loco_ext.experiments.reproduce.jobs import Job, JobPlan, commits
 from loco_ext.output import json_text, note
 
-PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
+Paper = Literal["loco-reg", "sparsity", "efcn", "pilcro", "linear-regions", "all"]
+PAPERS = get_args(Paper)[:-1]
 EPILOG = (
     "Jobs that are done are skipped, and jobs that were killed continue. To spread jobs over machines, pass the lines "
     "of --list, stage by stage, to xargs, GNU parallel or Ray, or use --job with the index of a Slurm array. Then run "
@@ -33,10 +34,7 @@ class FailedJobsError(UserError, RuntimeError):
 
 @command(epilog=EPILOG)
 def run(
-    paper: Annotated[
-        Literal["loco-reg", "sparsity", "efcn", "pilcro", "linear-regions", "all"],
-        typer.Argument(help="The paper, or all of them."),
-    ],
+    paper: Annotated[Paper, typer.Argument(help="The paper, or all of them.")],
     *,
     preset: Annotated[
         Literal["smoke", "cpu", "paper"],

@@ -1,7 +1,5 @@
 """The command ``loco-ext train``."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +8,10 @@ import typer
 from torch import nn
 
 from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions, command, writing_to
-from loco_ext.errors import UserError
-from loco_ext.experiments import curves, data, processes
+from loco_ext.experiments import curves, processes
 from loco_ext.experiments import run as runs
 from loco_ext.experiments.compacting import read_trained
+from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.models import digest, load_weights
 from loco_ext.experiments.settings import (
     EFFECTS,
@@ -23,6 +21,7 @@ from loco_ext.experiments.settings import (
     SettingsError,
     check_effects,
     from_preset,
+    settings_errors,
 )
 from loco_ext.experiments.tensorboard import TensorBoard
 from loco_ext.experiments.train import make_model
@@ -35,6 +34,7 @@ EPILOG = (
     "milestones may change. A run whose loss becomes infinite or NaN stops with exit code 1 and keeps the checkpoint "
     "of its last good epoch."
 )
+OF_A_FILE = (CheckpointError, SettingsError)  # errors about the content of a file that an option names
 
 
 @command(SettingsOptions(Settings, PRESETS), epilog=EPILOG)
@@ -77,16 +77,16 @@ def run(
     milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None
     if milestones is not None and setting.schedule == "steps":
         setting = replace(setting, milestones=milestones)
-    dataset = data.load(setting.data, folder, setting.image_size)
+    dataset = setting.load_data(folder)
     setting.check_data(dataset)
     model: nn.Module | None = None
     taught_by: nn.Module | None = None
     if weights is not None:
-        with _errors_of("--weights"):
+        with settings_errors("--weights: ", OF_A_FILE):
             model = _with_weights(setting, dataset, weights)
         setting = replace(setting, weights=digest(model))
     if teacher is not None:
-        with _errors_of("--teacher"):
+        with settings_errors("--teacher: ", OF_A_FILE):
             taught_by = _read_teacher(setting, dataset, teacher)
         setting = replace(setting, teacher=digest(taught_by))
     board = TensorBoard(out / "tensorboard") if tensorboard else None
@@ -106,14 +106,14 @@ def run(
     return Result(lambda: json_text(vars(history[-1])), lambda: print(said))
 
 
-def _with_weights(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
+def _with_weights(setting: Settings, dataset: Dataset, path: Path) -> nn.Module:
     """Return the network that the settings name, with the weights of a file."""
     model = make_model(setting, dataset)
     load_weights(model, path)
     return model
 
 
-def _read_teacher(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
+def _read_teacher(setting: Settings, dataset: Dataset, path: Path) -> nn.Module:
     """Return the network of a run for such data, or one :func:`_with_weights` of a file."""
     if not path.is_dir():
         return _with_weights(setting, dataset, path)
@@ -123,12 +123,3 @@ def _read_teacher(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Mo
         raise SettingsError(f"{path}: expected a network for {wanted}, got one for {found}")
     trained.note_other_images(dataset)
     return trained.model
-
-
-@contextmanager
-def _errors_of(option: str) -> Iterator[None]:
-    """Let errors inside the ``with``, which are about a file's content, name the option that gave the file."""
-    try:
-        yield
-    except (CheckpointError, SettingsError) as error:
-        raise UserError(f"{option}: {error}") from error

@@ -137,11 +137,9 @@ def compact(
     images = example(trained, batch_size, torch.device(device))
     model = trained.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     network, report = sparsity.compact(model, images, cost=cost, fold_norms=fold_norms)
-    result = Compacted(network, report)
-    if dataset is not None:
-        processes = Processes(torch.device(device))
-        result.accuracy_before, result.accuracy_after = measure_accuracies(dataset, processes, model, network)
-    return result
+    if dataset is None:
+        return Compacted(network, report)
+    return Compacted(network, report, *measure_accuracies(dataset, Processes(torch.device(device)), model, network))
 
 
 def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, cached_json, read
 from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.settings import SettingsError, settings_errors
 from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
@@ -43,7 +43,6 @@ from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.output import Rows, cell, note, write_json
 
 TOLERANCE = 1e-2  # on the residual of the power iteration
-EVALUATED = ("loss", "accuracy")
 EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
@@ -97,10 +96,8 @@ class _Experiment:
         """Raise SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
         wanted = (*self.settings.relaxations, *([FCN] if self.settings.fcn_epochs else []))
         for relax in wanted:
-            try:
+            with settings_errors("model: expected one that can be lifted: "):
                 self.lift(_Arm(relax, 0))
-            except ValueError as error:
-                raise SettingsError(f"model: expected one that can be lifted: {error}") from error
 
     def cnn(self) -> Record:
         """Train the network itself and keep its weights at the switch times."""
@@ -201,9 +198,11 @@ class _Experiment:
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
         """Return losses and accuracies on the training samples (all, or those given) and on the test samples."""
-        sets = {"train": train or self.train, "test": self.test}
-        found = {name: evaluate(model, samples, self.normalization, self.processes) for name, samples in sets.items()}
-        return {f"{name}_{what}": value for name in sets for what, value in zip(EVALUATED, found[name], strict=True)}
+        found: dict[str, float] = {}
+        for name, samples in (("train", train or self.train), ("test", self.test)):
+            loss, accuracy = evaluate(model, samples, self.normalization, self.processes)
+            found |= {f"{name}_loss": loss, f"{name}_accuracy": accuracy}
+        return found
 
     def deviations(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
         return {} if arm.relax == CNN else deviation(model)._asdict()

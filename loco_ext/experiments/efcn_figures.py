@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from loco_ext.experiments.efcn_settings import CNN
 from loco_ext.experiments.figures import finish
-from loco_ext.experiments.records import Record
+from loco_ext.experiments.records import Record, grouped
 
 MARKERS = "x+^sd*"
 PANELS = {
@@ -40,15 +40,14 @@ def draw(record: Record) -> Iterator[tuple[str, Figure]]:
 
 def dynamics(record: Record) -> Figure:
     """Draw figure 2: training loss and test accuracy over the epochs, one panel for each relaxation and quantity."""
-    names = _relaxations(record)
-    figure = Figure(figsize=(10, 3.6 * len(names)), layout="constrained")
-    cells = figure.subplots(len(names), 2, squeeze=False)
-    for row, relax in zip(cells, names, strict=True):
+    groups = grouped(record["branches"], "relax")
+    figure = Figure(figsize=(10, 3.6 * len(groups)), layout="constrained")
+    cells = figure.subplots(len(groups), 2, squeeze=False)
+    for row, (relax, branches) in zip(cells, groups.items(), strict=True):
         for axes, name in zip(row, ("train_loss", "test_accuracy"), strict=True):
             _draw_course(axes, record["cnn"], name, color="black", label="CNN")
             if record["fcn"]:
                 _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
-            branches = _branches(record, relax)
             colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(branches)))
             for branch, color in zip(branches, colors, strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
@@ -64,13 +63,12 @@ def landscape(record: Record) -> Figure:
     """Draw figure 3: final test accuracy, gradient norm and largest eigenvalue before and after, by switch time."""
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     accuracy, *others = figure.subplots(1, 3)
-    for number, relax in enumerate(_relaxations(record)):
-        _draw_by_time(accuracy, record, relax, number, _last(record, relax, "test_accuracy"), _title(relax))
+    for number, (relax, branches) in enumerate(grouped(record["branches"], "relax").items()):
+        _draw_by_time(accuracy, branches, number, _last(branches, "test_accuracy"), _title(relax))
         for axes, name in zip(others, ("gradient_norm", "top_eigenvalue"), strict=True):
             for when, line in (("before", "--"), ("after", "-")):
-                label = f"{_title(relax)}, {when}"
-                values = [branch[when].get(name) for branch in _branches(record, relax)]
-                _draw_by_time(axes, record, relax, number, values, label, linestyle=line)
+                values = [branch[when].get(name) for branch in branches]
+                _draw_by_time(axes, branches, number, values, f"{_title(relax)}, {when}", linestyle=line)
     _draw_references(accuracy, record)
     accuracy.set(ylabel="final test accuracy")
     for axes, title in zip(others, ("norm of the gradient", "largest eigenvalue of the Hessian"), strict=True):
@@ -88,10 +86,10 @@ def deviations(record: Record) -> Figure:
     """
     figure = Figure(figsize=(13, 7), layout="constrained")
     cells = figure.subplots(2, 3)
+    lifted = grouped((branch for branch in record["branches"] if branch["relax"] != CNN), "relax")
     for row, name in zip(cells, ("delta_locality", "delta_sharing"), strict=True):
-        for number, relax in enumerate(_relaxations(record)[1:]):
-            branches = _branches(record, relax)
-            deltas, accuracies = _last(record, relax, name), _last(record, relax, "test_accuracy")
+        for number, (relax, branches) in enumerate(lifted.items()):
+            deltas, accuracies = _last(branches, name), _last(branches, "test_accuracy")
             times = [branch["switch_time"] for branch in branches]
             losses = [branch["start"]["train_loss"] for branch in branches]
             style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "", "label": _title(relax)}
@@ -122,19 +120,20 @@ def filters(branches: list[Record]) -> Figure:
 
 def fcn_filters(fcn: Record) -> Figure:
     """Draw figure 6: a filter of the standard fully connected network before and after training, and the difference."""
-    first, last = (np.array(fcn["filters"][min_or_max(fcn["filters"], key=int)]) for min_or_max in (min, max))
+    first, *_, last = map(_array, fcn["filters"].values())  # by epoch
     row = {"at first": first, "trained": last, "the difference": last - first}
     return _logarithms("A filter of the first layer, FCN from scratch: ln |weight|", [row], (9, 3), "large")
 
 
 def masked(record: Record) -> Figure:
     """Draw figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
-    names = [relax for relax in _relaxations(record) if None not in _last(record, relax, "local_accuracy")]
-    figure = Figure(figsize=(4.8 * len(names), 3.8), layout="constrained")
-    for axes, relax in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    groups = grouped((each for each in record["branches"] if "local_accuracy" in each["epochs"][-1]), "relax")
+    figure = Figure(figsize=(4.8 * len(groups), 3.8), layout="constrained")
+    cells = figure.subplots(1, len(groups), squeeze=False)[0]
+    for axes, (relax, branches) in zip(cells, groups.items(), strict=True):
         parts = {"all blocks": "test_accuracy", "local blocks": "local_accuracy", "others": "off_local_accuracy"}
         for number, (label, name) in enumerate(parts.items()):
-            _draw_by_time(axes, record, relax, number, _last(record, relax, name), label)
+            _draw_by_time(axes, branches, number, _last(branches, name), label)
         axes.set(title=_title(relax), ylabel="final test accuracy", ylim=(0, 1))
         finish(axes, "x-small")
     return figure
@@ -168,23 +167,14 @@ def interpolations(branches: list[Record]) -> Figure:
     return figure
 
 
-def _relaxations(record: Record) -> list[str]:
-    """Return the relaxations in recorded order; "cnn", the network itself trained on, comes first."""
-    return list(dict.fromkeys(branch["relax"] for branch in record["branches"]))
-
-
 def _title(relax: str) -> str:
     names = {"cnn": "CNN, trained on", "lcn": "LCN", "full": "eFCN"}
     return names.get(relax, f"grown by {relax}")
 
 
-def _branches(record: Record, relax: str) -> list[Record]:
-    return [branch for branch in record["branches"] if branch["relax"] == relax]
-
-
-def _last(record: Record, relax: str, name: str) -> list[Any]:
-    """Return a figure of the last epoch of each branch of a relaxation; None where a network does not have it."""
-    return [branch["epochs"][-1].get(name) for branch in _branches(record, relax)]
+def _last(branches: list[Record], name: str) -> list[Any]:
+    """Return a figure of the last epoch of each branch; None where a network does not have it."""
+    return [branch["epochs"][-1].get(name) for branch in branches]
 
 
 def _widest(branches: list[Record]) -> list[Record]:
@@ -195,8 +185,8 @@ def _widest(branches: list[Record]) -> list[Record]:
     return [branches[round(i * (len(branches) - 1) / (MOST - 1))] for i in range(MOST)]
 
 
-def _array(values: Sequence[float | None]) -> np.ndarray:
-    """Return numbers as an array in which None, JSON's null for numbers that are not finite, is NaN."""
+def _array(values: Sequence[Any]) -> np.ndarray:
+    """Return numbers, at any depth, as an array in which None, JSON's null for numbers that are not finite, is NaN."""
     return np.array(values, dtype=float)
 
 
@@ -206,9 +196,9 @@ def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:
 
 
 def _draw_by_time(
-    axes: Axes, record: Record, relax: str, number: int, values: list[Any], label: str, linestyle: str = ":"
+    axes: Axes, branches: list[Record], number: int, values: list[Any], label: str, linestyle: str = ":"
 ) -> None:
-    times = [branch["switch_time"] for branch in _branches(record, relax)]
+    times = [branch["switch_time"] for branch in branches]
     line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
     axes.plot(times, _array(values), marker=MARKERS[number % len(MARKERS)], **line)
     _scale_epochs(axes)
@@ -234,7 +224,7 @@ def _logarithms(title: str, rows: list[dict[str, Any]], size: tuple[float, float
     figure.suptitle(title)
     for line, pictures in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
         for axes, (name, values) in zip(line, pictures.items(), strict=True):
-            sizes = np.abs(np.array(values, dtype=float))
+            sizes = np.abs(_array(values))
             logarithms = np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0)
             axes.set_title(name, fontsize=font)
             axes.set(xticks=[], yticks=[])

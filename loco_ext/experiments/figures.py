@@ -1,8 +1,9 @@
 """Style and files of figures."""
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -35,4 +36,11 @@ def save(drawn: Iterable[tuple[str, Figure]], out: Path) -> None:
 def write(figure: Figure, path: Path) -> None:
     """Write a PNG atomically."""
     with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+        write_png(figure, temporary, dpi=150)
+
+
+def write_png(figure: Figure, file: Path | BinaryIO, dpi: float) -> None:
+    """Write a PNG, in which a box stands for each character that the font lacks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(file, format="png", dpi=dpi)

@@ -43,6 +43,7 @@ from loco_ext.experiments.settings import (
     check_fields,
     count_option,
     list_option,
+    settings_errors,
 )
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
@@ -223,9 +224,9 @@ def measure(
     processes = Processes(torch.device(device))
     with owned(out):
         record = begin(out, settings, data, processes, resume=resume, latency_batch=LATENCY_BATCH)
-        paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
         record["paths"] = [
-            {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
+            {"width": width, **_Path(settings, width, data, out, processes).measure().to_dict()}
+            for width in settings.used_widths
         ]
         write_json(out / "frontier.json", record)
         figures.save(frontier_figures.draw(record), out)
@@ -247,10 +248,8 @@ class _Path:
         dense = settings.dense(self.width)
         model = make_model(dense, self.data)
         if settings.batch_norm == "folded":
-            try:
+            with settings_errors("batch_norm: expected scaled or live for this model; "):
                 convolutions_and_norms(model)
-            except ValueError as error:
-                raise SettingsError(f"batch_norm: expected scaled or live for this model; {error}") from error
         if settings.dense_epochs:
             self.run(dense, self.out / f"dense-{self.width:g}", model)
         if settings.batch_norm == "folded":

@@ -11,6 +11,8 @@ Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": 
 paper has one seed and no other remedies.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,8 +40,8 @@ from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, Landscap
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error, read, rounded, with_error
-from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.samples import Samples, unit_range
+from loco_ext.experiments.settings import SettingsError, settings_errors
 from loco_ext.experiments.train import make_model
 from loco_ext.folders import owned
 from loco_ext.input import NUMBER
@@ -126,10 +128,8 @@ class _Experiment:
         label = f"{arm.name}, seed {training.seed}"
         record: Record = {"arm": arm.name, "seed": training.seed, "diverged": False}
         network.to(self.processes.device)
-        try:
+        with settings_errors(kinds=(TypeError, ValueError)):  # a network of the user's own may return anything
             record["at_first"] = self.kept(folder, "at_first", lambda: {"landscape": self.landscape(network)})
-        except (TypeError, ValueError) as error:  # a network of the user's own may return anything
-            raise SettingsError(str(error)) from error
         trained = Noisy(network, arm.value) if arm.kind == NOISE else network
         options: dict[str, Any] = {"resume": True, "model": trained, "label": label, "finite": True}
         try:
@@ -190,22 +190,19 @@ class _Experiment:
         network classifies correctly. The paper does not say which images it takes.
         """
         images, labels = self.some(self.data.test, self.settings.corrupted_images)
-        whole = images.float() / 255 if images.dtype == torch.uint8 else images
+        whole = unit_range(images)
         clean = self.probabilities(network, whole)
         right = clean.argmax(1) == labels
         before = clean[right].gather(1, labels[right, None])
-        found: dict[str, dict[str, list[float | None]]] = {"accuracy": {}, "kept_probability": {}}
+        accuracy: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
+        kept: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
         with progress_bar(LEVELS * len(CORRUPTIONS), "corruptions", unit="corruption") as progress:
-            for name in CORRUPTIONS:
-                found["accuracy"][name], found["kept_probability"][name] = [], []
-                for level in range(1, LEVELS + 1):
-                    after = self.probabilities(network, corrupt(whole, name, level, SEED))
-                    accuracy = (after.argmax(1) == labels).double().mean().item()
-                    kept = (after[right].gather(1, labels[right, None]) / before).mean().item()
-                    found["accuracy"][name].append(accuracy)
-                    found["kept_probability"][name].append(kept)
-                    progress.update()
-        return {"clean_accuracy": right.double().mean().item(), **found}
+            for name, level in itertools.product(CORRUPTIONS, range(1, LEVELS + 1)):
+                after = self.probabilities(network, corrupt(whole, name, level, SEED))
+                accuracy[name].append((after.argmax(1) == labels).double().mean().item())
+                kept[name].append((after[right].gather(1, labels[right, None]) / before).mean().item())
+                progress.update()
+        return {"clean_accuracy": right.double().mean().item(), "accuracy": accuracy, "kept_probability": kept}
 
     @torch.no_grad()
     def probabilities(self, network: nn.Module, images: Tensor) -> Tensor:
@@ -243,8 +240,8 @@ class _Experiment:
             return {"images": 0, "shares": list(ABLATED_SHARES), "kept_probability": [], "area": None}
         mean = torch.cat(curves, 1).double().mean(1)
         area = torch.trapezoid(mean, torch.tensor(ABLATED_SHARES, dtype=torch.float64, device=mean.device)).item()
-        kept = [float(value) for value in mean]
-        return {"images": count - left, "shares": list(ABLATED_SHARES), "kept_probability": kept, "area": area}
+        shown = {"shares": list(ABLATED_SHARES), "kept_probability": mean.tolist()}
+        return {"images": count - left, **shown, "area": area}
 
     def resampling(self, network: nn.Module) -> Record:
         """Return how near the two importances of Lemma 1 are over inputs at random, for the logit that is predicted."""
@@ -295,24 +292,23 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
     Differences are between networks of one seed. A single seed has no standard errors, which are None, as all figures
     are of an arm one of whose networks has diverged.
     """
-    arms: dict[str, dict[int, Record]] = {}
-    for network in networks:
-        arms.setdefault(network["arm"], {})[network["seed"]] = network
-    found: dict[str, Record] = {}
-    for arm, by_seed in arms.items():
-        found[arm] = {}
-        for name, figure in FIGURES.items():
-            values = [None if network["diverged"] else figure(network) for network in by_seed.values()]
-            entry = mean_and_error(values)
-            if arm != PLAIN and PLAIN in arms:
-                plains = (arms[PLAIN][seed] for seed in by_seed)
-                plain = [None if network["diverged"] else figure(network) for network in plains]
-                pairs = zip(values, plain, strict=True)
-                differences = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
-                compared = mean_and_error(differences)
-                entry |= {"difference": compared["mean"], "difference_standard_error": compared["standard_error"]}
-            found[arm][name] = entry
+    arms = landscapes_figures.by_arm(networks)
+    plain = {network["seed"]: network for network in arms.get(PLAIN, [])}
+    found: dict[str, Record] = {arm: {} for arm in arms}
+    for (arm, of_arm), name in itertools.product(arms.items(), FIGURES):
+        entry = mean_and_error([_figure(network, name) for network in of_arm])
+        if arm != PLAIN and plain:
+            differences = [_figure(network, name) - _figure(plain[network["seed"]], name) for network in of_arm]
+            compared = mean_and_error(differences)
+            entry |= {"difference": compared["mean"], "difference_standard_error": compared["standard_error"]}
+        found[arm][name] = entry
     return found
+
+
+def _figure(network: Record, name: str) -> float:
+    """Return one of FIGURES; NaN where it was not measured, or the network has diverged."""
+    value = None if network["diverged"] else FIGURES[name](network)
+    return math.nan if value is None else value
 
 
 def rows(record: Record) -> Rows:

@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 
 from loco_ext.analysis.corruptions import CORRUPTIONS, FAMILIES, LEVELS
 from loco_ext.experiments.figures import finish
-from loco_ext.experiments.records import Record
+from loco_ext.experiments.records import Record, grouped
 
 
 def draw(record: Record) -> Iterator[tuple[str, Figure]]:
@@ -31,10 +31,7 @@ def draw(record: Record) -> Iterator[tuple[str, Figure]]:
 
 def by_arm(networks: list[Record]) -> dict[str, list[Record]]:
     """Return the networks of each arm."""
-    arms: dict[str, list[Record]] = {}
-    for network in networks:
-        arms.setdefault(network["arm"], []).append(network)
-    return arms
+    return grouped(networks, "arm")
 
 
 def landscapes(record: Record, arms: dict[str, list[Record]]) -> Figure:
@@ -75,7 +72,7 @@ def robustness(arms: dict[str, list[Record]]) -> Figure:
         names = [name for name, corruption in CORRUPTIONS.items() if corruption.family == family]
         for arm, networks in arms.items():
             found = [network["robustness"] for network in networks]
-            clean = np.mean([each["clean_accuracy"] for each in found])
+            clean = mean([each["clean_accuracy"] for each in found])
             corrupted = mean([each["accuracy"][name] for each in found for name in names])
             axes.plot(range(LEVELS + 1), [clean, *corrupted], marker=".", label=arm)
         axes.set(title=family, xlabel="level", xticks=range(LEVELS + 1))
@@ -89,7 +86,7 @@ def ablation(arms: dict[str, list[Record]]) -> Figure:
     axes = figure.subplots()
     for arm, networks in arms.items():
         found = [network["ablation"] for network in networks]
-        area = np.mean([each["area"] for each in found])
+        area = mean([each["area"] for each in found])
         values = mean([each["kept_probability"] for each in found])
         axes.plot(found[0]["shares"], values, marker=".", label=f"{arm} (area {area:.3f})")
     axes.set(xlabel="share of the pixels replaced, most relevant first", ylabel="share of the probability left")

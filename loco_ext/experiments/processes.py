@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.settings import SettingsError, settings_errors
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,6 @@ def _join(device: torch.device) -> torch.device:
             raise SettingsError(f"processes: expected a CUDA device for each, got local rank {rank}")
         device = torch.device("cuda", int(rank))
         torch.cuda.set_device(device)
-    try:
+    with settings_errors("processes: expected the environment that torchrun makes: "):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    except ValueError as error:
-        raise SettingsError(f"processes: expected the environment that torchrun makes: {error}") from error
     return device

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ def _without_commit(record: Any) -> Any:
 def provenance() -> Record:
     """Return the code that the numbers depend on: its commit, and the versions of packages."""
     return {"commit": commit(), "versions": {"loco_ext": __version__, "torch": torch.__version__}}
+
+
+def grouped(records: Iterable[Record], name: str) -> dict[Any, list[Record]]:
+    """Return the records by their entry of this name, in the order in which its values come first.
+
+    >>> grouped([{"arm": "plain", "seed": 0}, {"arm": "plain", "seed": 1}], "arm").keys()
+    dict_keys(['plain'])
+    """
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record[name], []).append(record)
+    return groups
 
 
 def rounded(values: Tensor, digits: int) -> list[list[float]]:

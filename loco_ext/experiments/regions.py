@@ -14,6 +14,7 @@ standard deviation, and radii are in units of pixels scaled to [0, 1].
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ from loco_ext.experiments import data, figures, files, region_pictures
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.models import fully_connected
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, cached_json, mean_and_error
-from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.records import Record, begin, cached_json, grouped, mean_and_error
+from loco_ext.experiments.samples import Samples, unit_range
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields, count_option, list_option
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
@@ -227,15 +228,11 @@ class Scale:
     """Normalisation of images by the mean and the standard deviation of all pixels of the training samples."""
 
     def __init__(self, samples: Samples) -> None:
-        pixels = _unit(samples.images)
+        pixels = unit_range(samples.images)
         self.mean, self.deviation = pixels.mean().item(), pixels.std().item()
 
     def __call__(self, images: Tensor) -> Tensor:
-        return (_unit(images) - self.mean) / self.deviation
-
-
-def _unit(images: Tensor) -> Tensor:
-    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+        return (unit_range(images) - self.mean) / self.deviation
 
 
 def fit(
@@ -262,37 +259,36 @@ def summarise(networks: list[Record]) -> list[Record]:
 
     They are None where a network has diverged or its median radius is infinite.
     """
-    seeds: dict[str, dict[int, Record]] = {}
-    for network in networks:
-        seeds.setdefault(network["name"], {})[network["seed"]] = network
     arms = []
-    for found in seeds.values():
-        first = next(iter(found.values()))
-        pairs = [(network, seeds["vanilla"][seed]) for seed, network in found.items()]
+    plain = {network["seed"]: network for network in networks if network["name"] == "vanilla"}
+    for found in grouped(networks, "name").values():
+        pairs = [(network, plain[network["seed"]]) for network in found]
+        lost = [100 * (_accuracy(vanilla) - _accuracy(network)) for network, vanilla in pairs]
         arms.append(
             {
-                **{key: first[key] for key in ("name", "strength", "hinge", "top_percent")},
-                "accuracy": mean_and_error([network.get("accuracy") for network, _ in pairs]),
-                "points_lost": mean_and_error([_points_lost(*pair) for pair in pairs]),
-                "median_radius": {p: mean_and_error([_median(network, p) for network, _ in pairs]) for p in NORMS},
+                **{key: found[0][key] for key in ("name", "strength", "hinge", "top_percent")},
+                "accuracy": mean_and_error([_accuracy(network) for network in found]),
+                "points_lost": mean_and_error(lost),
+                "median_radius": {p: mean_and_error([_median(network, p) for network in found]) for p in NORMS},
                 "ratio": {p: mean_and_error([_ratio(*pair, p) for pair in pairs]) for p in NORMS},
             }
         )
     return arms
 
 
-def _median(network: Record, p: str) -> float | None:
-    """Return the median radius; None for a network that has diverged, or where it is infinite."""
-    return None if network["diverged"] else network["radii"][p][1]
+def _accuracy(network: Record) -> float:
+    """Return the test accuracy; NaN for a network that has diverged."""
+    return network.get("accuracy", math.nan)
 
 
-def _ratio(ours: Record, vanilla: Record, p: str) -> float | None:
-    radius, other = _median(ours, p), _median(vanilla, p)
-    return None if radius is None or not other else radius / other
+def _median(network: Record, p: str) -> float:
+    """Return the median radius; NaN for a network that has diverged, or where it is infinite."""
+    value = None if network["diverged"] else network["radii"][p][1]
+    return math.nan if value is None else value
 
 
-def _points_lost(ours: Record, vanilla: Record) -> float | None:
-    return None if ours["diverged"] or vanilla["diverged"] else 100 * (vanilla["accuracy"] - ours["accuracy"])
+def _ratio(ours: Record, vanilla: Record, p: str) -> float:
+    return _median(ours, p) / (_median(vanilla, p) or math.nan)
 
 
 def best(arms: list[Record]) -> Record | None:

@@ -29,7 +29,7 @@ from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import provenance
+from loco_ext.experiments.records import Record, provenance
 from loco_ext.experiments.settings import Settings, SettingsError, check_resumable
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import check_results, owned
@@ -100,11 +100,15 @@ def run(
         parts["budget"] = budget
     # The order of summation, and with it the last bits, depends on the number of processes and the kind of device.
     on = {"count": processes.count, "device": processes.device.type}
-    facts = {"processes": on, "dataset": data.description}
+    record = {"settings": asdict(settings), "processes": on, "dataset": data.description}
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
     with owned(out) if processes.first else nullcontext():
-        history = _begin(out, settings, facts, parts, processes, resume=resume)
+        if not resume and any((out / name).exists() for name in (CHECKPOINT, WEIGHTS)):
+            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
+        history = _restore(out / CHECKPOINT, settings, record, parts) if (out / CHECKPOINT).exists() else []
+        if processes.first:
+            write_json(out / "settings.json", record | provenance())
 
         def save(epoch: Epoch) -> None:
             if finite:
@@ -112,7 +116,7 @@ def run(
             history.append(replace(epoch, measures=measure(epoch.epoch)))
             if processes.first:
                 after_epoch(history[-1])
-                _save(out, settings, facts, parts, history)
+                _save(out, record, parts, history)
 
         options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
         options |= {"budget": budget, "teacher": taught_by}
@@ -153,44 +157,23 @@ def _has_run(out: Path) -> bool:
         return False
 
 
-def _begin(
-    out: Path,
-    settings: Settings,
-    facts: dict[str, Any],
-    parts: dict[str, "Stateful"],
-    processes: Processes,
-    *,
-    resume: bool,
-) -> list[Epoch]:
-    """Record the settings, restore the states of the parts, and return the completed epochs."""
-    path = out / CHECKPOINT
-    if not resume and (path.exists() or (out / WEIGHTS).exists()):
-        raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
-    history = _restore(path, settings, facts, parts) if path.exists() else []
-    if processes.first:
-        record = {"settings": asdict(settings), **facts, **provenance()}
-        write_json(out / "settings.json", record)
-    return history
-
-
-def _save(
-    out: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, "Stateful"], history: list[Epoch]
-) -> None:
+def _save(out: Path, record: Record, parts: dict[str, "Stateful"], history: list[Epoch]) -> None:
     states = {name: part.state_dict() for name, part in parts.items()}
     epochs = [asdict(epoch) for epoch in history]
     (out / WEIGHTS).unlink(missing_ok=True)  # they are of fewer epochs, if the run goes on for more
-    save_checkpoint(out / CHECKPOINT, {"settings": asdict(settings), **facts, **states, "history": epochs})
+    save_checkpoint(out / CHECKPOINT, {**record, **states, "history": epochs})
     _write_metrics(out, history)
 
 
-def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, "Stateful"]) -> list[Epoch]:
+def _restore(path: Path, settings: Settings, record: Record, parts: dict[str, "Stateful"]) -> list[Epoch]:
+    """Restore the states of the parts from a checkpoint, and return the completed epochs."""
     try:
         state: dict[str, Any] = load_checkpoint(path)
         history = [Epoch(**epoch) for epoch in state["history"]]
         check_resumable(settings, dict(state["settings"]), len(history), path)
-        for name, expected in facts.items():
-            if state[name] != expected:
-                raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {expected}")
+        for name in ("processes", "dataset"):
+            if state[name] != record[name]:
+                raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {record[name]}")
         if len(history) < settings.epochs:
             check_finite(state["model"])
         for name, part in parts.items():

@@ -18,3 +18,8 @@ class Samples(NamedTuple):
 
     def to(self, device: torch.device) -> "Samples":
         return Samples(self.images.to(device), self.labels.to(device))
+
+
+def unit_range(images: Tensor) -> Tensor:
+    """Return images of either dtype as float32, scaled to [0, 1]."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()

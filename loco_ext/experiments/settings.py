@@ -1,7 +1,8 @@
 """Settings that determine a training run: the same settings give the same numbers on the same kind of machine."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -10,7 +11,7 @@ from typer import Option
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError
-from loco_ext.experiments.data import DATA, FOLDER, FORMATS, IMAGE_SIZE, Dataset
+from loco_ext.experiments.data import DATA, FOLDER, FORMATS, IMAGE_SIZE, Dataset, load
 from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
@@ -38,6 +39,17 @@ def list_option(kind: Callable[[str], Any], metavar: str, *, name: str | None = 
 
 class SettingsError(UserError, ValueError):
     """Raised for an invalid setting; the message names it."""
+
+
+@contextmanager
+def settings_errors(
+    begin: str = "", kinds: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """Raise SettingsError for an error of these kinds inside the ``with``; its text is ``begin`` and the error's."""
+    try:
+        yield
+    except kinds as error:
+        raise SettingsError(f"{begin}{error}") from error
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
@@ -355,6 +367,10 @@ class Settings:
             return self.learning_rate * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
         return self.learning_rate * self.factor ** sum(epoch >= milestone for milestone in self.milestones)
 
+    def load_data(self, folder: Path | None) -> Dataset:
+        """Read the data set, whose files are in ``folder``; see :func:`loco_ext.experiments.data.load`."""
+        return load(self.data, folder, self.image_size)
+
     def check_data(self, data: Dataset, processes: int = 1) -> None:
         """Raise SettingsError where the network or the batches do not fit the data."""
         least = find_model(self.model).least_size
@@ -438,11 +454,7 @@ def experiment_preset(
 def check_resumable(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
     """Raise SettingsError where settings differ from those of the run to resume.
 
-    The number of epochs may be larger, and milestones may differ among the epochs to come.
-
-    Args:
-        recorded: the settings of the run that ``path`` holds.
-        epochs: number of completed epochs.
+    The number of epochs may be larger, and milestones may differ among those to come, after the completed ``epochs``.
     """
     kept = [field for field in fields(settings) if field.name not in ("epochs", "milestones")]
     # A run of an earlier version lacks the settings that came later, and had their defaults; it recorded whether the

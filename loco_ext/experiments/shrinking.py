@@ -32,6 +32,7 @@ from loco_ext.experiments.settings import (
     check_temperature,
     count_option,
     from_preset,
+    settings_errors,
     share_option,
 )
 from loco_ext.experiments.train import check_rounding, measure_accuracies
@@ -152,9 +153,7 @@ def shrink(
 ) -> Shrunk:
     """Make a trained network smaller, train it on, and compact it; write ``start``, ``shrink.json`` and ``training``.
 
-    Args:
-        how: the budget, and the training afterwards.
-        resume: go on with what is in ``out``; without anything there, start from the beginning.
+    With ``resume``, it goes on with what is in ``out``, if there is anything.
 
     Raises:
         SettingsError: the budget cannot be met; ``out`` holds a network already and ``resume`` is false, or another
@@ -166,15 +165,15 @@ def shrink(
     record = {"shrinking": asdict(how), "weights": digest(trained.model)}
     with owned(out):
         path = out / "shrink.json"
-        if path.exists() and not resume:
-            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
         if not path.exists():
             remove_leftovers(out / "start")
             network, report = _smaller(trained, how, dataset, setting, processes)
             sparsity.save(network, out / "start", report)
             write_json(path, record)
-        else:
+        elif resume:
             _check_same(read(path), record, path)
+        else:
+            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     network = sparsity.load(out / "start").to(processes.device)
     before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
     (untrained,) = measure_accuracies(dataset, processes, network)
@@ -234,7 +233,5 @@ def _smaller(
     model = trained.model.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     names = (*BUDGETS, "importance", "granularity", "round_to")
     options: dict[str, Any] = {name: getattr(how, name) for name in names}
-    try:
+    with settings_errors():
         return sparsity.shrink_to(model, example, batches=batches, **options)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error

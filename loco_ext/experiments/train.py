@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from loco_ext.experiments.models import find_model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import Settings, SettingsError, budget_of
+from loco_ext.experiments.settings import Settings, SettingsError, budget_of, settings_errors
 from loco_ext.foreign_checkpoints import without_wrappers
 from loco_ext.fx.modules import unwrapped
 from loco_ext.output import progress_bar
@@ -112,10 +112,8 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset) -> Mapp
         return None
     if not settings.penalises_folded:
         return dict.fromkeys(convolutions(model), penalty)
-    try:
+    with settings_errors("folded: expected False for this model; "):
         return folded_penalties(model, penalty)
-    except ValueError as error:
-        raise SettingsError(f"folded: expected False for this model; {error}") from error
 
 
 def make_budget(
@@ -145,17 +143,8 @@ def make_budget(
     weights = {name: getattr(module, "weight", None) for name, module in unwrapped(model).named_modules()}
     # Layers that do not train have no gradients, by which their filters could be compared.
     options["skip"] = [name for name, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
-    with _budget_errors():
+    with settings_errors():  # it cannot be met
         return Budget(model, optimizer, begin=begin, end=end + 1, **options)
-
-
-@contextmanager
-def _budget_errors() -> Iterator[None]:
-    """Raise SettingsError for an error of a budget, which cannot be met, inside the ``with``."""
-    try:
-        yield
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
 
 
 def check_rounding(round_to: int, model: nn.Module) -> None:
@@ -203,7 +192,6 @@ def train(
 
     Args:
         model: maps images to logits; on the processes' device.
-        optimizer: optimizer of the parameters of ``model``.
         label: text in front of the progress bar, which goes to stderr.
         precision: precision of the steps, with its state if the run is resumed; None makes a new one from the settings.
         budget: what makes the model smaller, with its state if the run is resumed.
@@ -232,7 +220,9 @@ def train(
     precision = precision or Precision(settings.amp, processes.device)
     steps = (settings.epochs - start) * len(loader)
     deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
-    statistics = _equal_running_statistics(model, optimizer, settings, processes)
+    statistics: AbstractContextManager[Any] = nullcontext()
+    if settings.penalises_folded and processes.count > 1:  # the penalty depends on running variances
+        statistics = optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model))
     with deterministic, statistics, progress_bar(steps, label, unit="step", shown=processes.first) as progress:
         for epoch in range(start, settings.epochs):
             rate = settings.learning_rate_of(epoch)
@@ -256,18 +246,6 @@ def train(
             history.append(figures)
             after_epoch(figures)
     return history
-
-
-@contextmanager
-def _equal_running_statistics(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, processes: Processes
-) -> Iterator[None]:
-    """Broadcast buffers before each step inside the ``with`` if the penalty depends on running variances."""
-    if not settings.penalises_folded or processes.count == 1:
-        yield
-        return
-    with optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model)):
-        yield
 
 
 @contextmanager
@@ -317,7 +295,7 @@ def train_epoch(
             objective = objective + extra
         precision.step(objective if term is None else objective + term(), optimizer)
         if budget is not None:
-            with _budget_errors():
+            with settings_errors():
                 budget.step()
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())

@@ -4,7 +4,6 @@ import base64
 import io
 import math
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from torch import Tensor
+
+from loco_ext.experiments.figures import write_png
 
 DOTS = 110  # per inch of a figure
 LEAST, MOST = 54, 96  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
@@ -55,12 +57,10 @@ def plot(title: str, alt: str, figure: Figure, tables: Sequence[Table] | None = 
     """Draw a figure; with ``tables`` None, its numbers are read from its lines and images."""
     content, width = io.BytesIO(), figure.get_figwidth()
     tables = numbers(figure) if tables is None else tables
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
-        for legend in filter(None, (*figure.legends, *(axes.get_legend() for axes in figure.axes))):
-            for text in legend.get_texts():  # names of folders and settings may have dollars in them
-                text.set_parse_math(False)
-        figure.savefig(content, format="png", dpi=DOTS)
+    for legend in filter(None, (*figure.legends, *(axes.get_legend() for axes in figure.axes))):
+        for text in legend.get_texts():  # names of folders and settings may have dollars in them
+            text.set_parse_math(False)
+    write_png(figure, content, DOTS)
     png = base64.b64encode(content.getvalue()).decode()
     return Plot(title, alt, png, round(LEAST * width), round(MOST * width), tables)
 
@@ -85,7 +85,8 @@ def numbers(figure: Figure) -> list[Table]:
         caption = ", ".join(filter(None, (axes.get_title(), axes.get_ylabel())))
         if lines := [line for line in axes.lines if not UNNAMED.fullmatch(str(line.get_label()))]:
             tables.append(_of_lines(axes, lines, caption))
-        tables += [_of_image(image.get_array(), caption) for image in axes.images]
+        images: list[Any] = [image.get_array() for image in axes.images]
+        tables += [matrix(np.ma.filled(values, np.nan), caption) for values in images]
     return tables
 
 
@@ -108,6 +109,7 @@ def _of_lines(axes: Axes, lines: list[Line2D], caption: str) -> Table:
     return Table(["line", axes.get_xlabel(), axes.get_ylabel()], rows, caption)
 
 
-def _of_image(values: Any, caption: str) -> Table:
-    rows = [[number(value) for value in row] for row in np.ma.filled(values, np.nan).tolist()]
-    return Table([str(column) for column in range(len(rows[0]))], rows, caption)
+def matrix(values: np.ndarray | Tensor, caption: str) -> Table:
+    """Return a table of a matrix, whose columns are numbered from 0."""
+    rows = [[number(value) for value in row] for row in values.tolist()]
+    return Table([str(column) for column in range(values.shape[1])], rows, caption)

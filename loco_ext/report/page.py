@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from loco_ext.errors import UserError
 from loco_ext.input import open_regular
 from loco_ext.output import progress_bar, replacing
 from loco_ext.report import experiments, training
@@ -16,10 +17,17 @@ MARK = '<meta name="generator" content="loco-ext report'  # near the beginning o
 _MARKED = 1000  # bytes within which it is
 
 
-def is_report(path: Path) -> bool:
-    """Return whether a file is a page that :func:`write` has written, or raise OSError if it cannot be read."""
-    with open_regular(path) as file:
-        return MARK.encode() in file.read(_MARKED)
+def check_replaceable(path: Path) -> None:
+    """Raise UserError if there is a file that :func:`write` has not written, or one that cannot be read."""
+    try:
+        if not path.exists():
+            return
+        with open_regular(path) as file:
+            written = MARK.encode() in file.read(_MARKED)
+    except OSError as error:
+        raise UserError(f"out: expected a file that can be replaced, got {str(path)!r}: {error.strerror}") from error
+    if not written:
+        raise UserError(f"out: expected a new file, or a report to replace, got {str(path)!r}")
 
 
 def write(path: Path, runs: list[Run], problems: list[str]) -> list[str]:

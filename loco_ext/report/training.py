@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from loco_ext.checkpoints import DamagedFileError, load_weights
 from loco_ext.experiments.figures import finish
 from loco_ext.experiments.records import Record
 from loco_ext.output import json_text, one_line, setting_text
-from loco_ext.report.content import Plot, Section, Table, number, plot
+from loco_ext.report.content import Plot, Section, Table, matrix, number, plot
 from loco_ext.report.runs import Run, RunError, differing
 from loco_ext.sparsity import kernel_sizes
 
@@ -179,11 +179,6 @@ def _taps(run: Run) -> Plot:
     else:
         found = run.content["mean_abs_weight"]
     taps = {name: torch.tensor(values) for name, values in found.items()}
-    tables = [_matrix(name, values) for name, values in taps.items()]
+    tables = [matrix(values.reshape(-1, values.shape[-1]), name) for name, values in taps.items()]
     alt = "Pictures of the mean absolute weight by tap of " + ", ".join(taps)
     return plot(f"Mean |weight| by tap, {run.name}", alt, tap_figure(taps), tables)
-
-
-def _matrix(name: str, values: Tensor) -> Table:
-    rows: Sequence[Sequence[float]] = values.reshape(-1, values.shape[-1]).tolist()
-    return Table([str(x) for x in range(values.shape[-1])], [[number(value) for value in row] for row in rows], name)

@@ -217,6 +217,18 @@ def test_errors_are_compared_by_seed(tmp_path, monkeypatch):
     assert "| small, digits | local-1.5 | 4 | 27.68 |" in (tmp_path / "reproduce.md").read_text()
 
 
+def test_networks_that_have_diverged_have_empty_cells():
+    """They have null in the place of what is not finite."""
+    epochs = [{"test_accuracy": 0.5, "delta_locality": None}]
+    branch = {"switch_time": 0, "epochs": epochs, "start": {"test_accuracy": 0.25}, "interpolations": {}}
+    branch |= {when: {"gradient_norm": None, "top_eigenvalue": None} for when in ("before", "after")}
+    record = {"cnn": branch, "fcn": branch, "settings": {"landscape_samples": 1}}
+    claims = {tuple(row[:3]): row[3] for row in efcn._claims("vanilla", record, [branch]).rows}
+    assert claims[efcn.LEFT, "eFCN from epoch 0", "test accuracy"] == 50
+    assert [claims[efcn.FAR, *what] for what in (("eFCN", "delta, at most"), ("FCN", "delta"))] == [None, None]
+    assert efcn._switch_times("vanilla", record, [branch]).rows == [[0, 25, 50, None, None, None, None, None]]
+
+
 @pytest.mark.parametrize("left", ["", '{"test_accuracy": 0.1}\n{"test_acc', "{}", "[0.1]"])
 def test_damaged_metrics_are_one_line(tmp_path, capsys, monkeypatch, left):
     monkeypatch.setattr(loco_reg_figures, "save", lambda *arguments: {})

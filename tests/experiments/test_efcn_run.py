@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import re
 import shutil
 from dataclasses import asdict
@@ -254,6 +255,13 @@ def test_a_finished_experiment_is_not_trained_again_and_its_table_is_the_same(fi
     assert f"{record['fcn']['epochs'][-1]['delta_sharing']:.2%}" in table
     assert {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")} == times
     assert (out / "efcn.json").read_bytes() == before
+
+
+def test_a_filter_that_has_diverged_is_drawn_as_missing():
+    figure = efcn_figures.fcn_filters({"filters": {"0": [[1.0, 2.0]], "1": [[4.0, 5.0]], "2": [[None, 6.0]]}})
+    *_, difference = (axes.images[0].get_array() for axes in figure.axes if axes.images)
+    assert difference.mask.tolist() == [[True, False]]
+    assert difference[0, 1] == pytest.approx(math.log(4))
 
 
 BAD = {

@@ -5,7 +5,6 @@ Each switch time is a job, which trains the convolutional network itself, to the
 """
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +103,7 @@ def jobs(plan: JobPlan) -> list[Job]:
             options += scale.path if time in paths else ("--interpolation-points", "0")
             options += ["--fcn-epochs", str(scale.fcn_epochs if time == scale.switch_times[0] else 0)]
             name = f"{PAPER}/{network}/switch-{time:03}"
-            found.append(plan.job(name, "efcn", *options, result="efcn.json", minutes=scale.minutes))
+            found.append(plan.job(name, "efcn", *options, minutes=scale.minutes))
     return found
 
 
@@ -137,9 +136,10 @@ def _merged(plan: JobPlan, network: str) -> dict[str, Any] | None:
     return records[0] | {"branches": branches, "fcn": fully}
 
 
-def _accuracy(network: dict[str, Any] | None) -> float | None:
-    """Return the last test accuracy in percent."""
-    return None if network is None else 100 * network["epochs"][-1]["test_accuracy"]
+def _last(network: dict[str, Any] | None, name: str) -> float | None:
+    """Return a figure of the last epoch in percent; None without a network, or where it is not finite."""
+    value = None if network is None else network["epochs"][-1][name]
+    return None if value is None else 100 * value
 
 
 def _ratio(branch: dict[str, Any], name: str) -> float | None:
@@ -157,18 +157,18 @@ def _claims(network: str, record: dict[str, Any], lifted: list[dict[str, Any]]) 
     first = next((branch for branch in lifted if branch["switch_time"] == 0), None)
     best = max(lifted, key=lambda branch: branch["epochs"][-1]["test_accuracy"])
     fully = record["fcn"]
-    delta: Callable[[dict[str, Any]], float] = lambda branch: 100 * branch["epochs"][-1]["delta_locality"]  # noqa: E731
+    deltas = [delta for branch in lifted if (delta := _last(branch, "delta_locality")) is not None]
     grown = _median([_ratio(branch, "top_eigenvalue") for branch in lifted])
     ours = {
-        ("section 4, step 1", "CNN", "test accuracy"): _accuracy(record["cnn"]),
-        ("section 4, step 5", "FCN", "test accuracy"): _accuracy(fully),
-        (LEFT, "FCN", "test accuracy"): _accuracy(fully),
-        (LEFT, "eFCN from epoch 0", "test accuracy"): _accuracy(first),
+        ("section 4, step 1", "CNN", "test accuracy"): _last(record["cnn"], "test_accuracy"),
+        ("section 4, step 5", "FCN", "test accuracy"): _last(fully, "test_accuracy"),
+        (LEFT, "FCN", "test accuracy"): _last(fully, "test_accuracy"),
+        (LEFT, "eFCN from epoch 0", "test accuracy"): _last(first, "test_accuracy"),
         (LEFT, "eFCN", "switch time of the best accuracy"): best["switch_time"],
         (RIGHT, "eFCN", "gradient norm, after over before"): _median([_ratio(b, "gradient_norm") for b in lifted]),
         (RIGHT, "eFCN", "largest eigenvalue, after over before"): grown,
-        (FAR, "eFCN", "delta, at most"): max(delta(branch) for branch in lifted),
-        (FAR, "FCN", "delta"): delta(fully) if fully else None,
+        (FAR, "eFCN", "delta, at most"): max(deltas, default=None),
+        (FAR, "FCN", "delta"): _last(fully, "delta_locality"),
     }
     rows = [[*what, value, published(PAPER, *what) if network != "alexnet" else None] for what, value in ours.items()]
     columns = {"where": "", "network": "", "what": "", "ours": ".3g", "paper": ".3g"}
@@ -185,18 +185,16 @@ def _switch_times(network: str, record: dict[str, Any], lifted: list[dict[str, A
     """Return the figures by switch time; the paper has curves, no numbers."""
     columns = {"from epoch": "d", "at first": ".1f", "in the end": ".1f", "delta": ".2f", "gradient before": ".3g"}
     columns |= {"after": ".3g", "eigenvalue before": ".3g", "eigenvalue after": ".3g"}
-    rows = []
-    for branch in lifted:
-        last = branch["epochs"][-1]
-        rows.append(
-            [
-                branch["switch_time"],
-                *(100 * value for value in (branch["start"]["test_accuracy"], last["test_accuracy"])),
-                100 * last["delta_locality"],
-                *(branch[when]["gradient_norm"] for when in ("before", "after")),
-                *(branch[when].get("top_eigenvalue") for when in ("before", "after")),
-            ]
-        )
+    rows = [
+        [
+            branch["switch_time"],
+            100 * branch["start"]["test_accuracy"],
+            *(_last(branch, name) for name in ("test_accuracy", "delta_locality")),
+            *(branch[when]["gradient_norm"] for when in ("before", "after")),
+            *(branch[when].get("top_eigenvalue") for when in ("before", "after")),
+        ]
+        for branch in lifted
+    ]
     count = record["settings"]["landscape_samples"]
     notes = [f"Test accuracies and delta in percent; gradient and curvature over {count} training images."]
     return Table(f"{network}: figures 2 to 4 by switch time", columns, rows, notes)

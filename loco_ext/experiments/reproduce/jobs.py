@@ -11,6 +11,8 @@ from loco_ext.experiments.records import Record, read
 
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
 WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
+# The file that a command writes when it has finished; that of an experiment has its name.
+RESULTS = {"train": "model.safetensors", "analyze": "analysis.json", "compact": "report.json"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,6 @@ class JobPlan:
         name: str,
         command: str,
         *options: str | Path | float,
-        result: str,
         minutes: float,
         stage: int = 1,
         data: str | None = None,
@@ -102,7 +103,8 @@ class JobPlan:
         if command not in WITHOUT_DATA:
             words += ["--device", self.device]
             words += [] if self.data is None else ["--data", str(self.data)]
-        return Job(name, tuple(words), self.folder(name) / result, minutes, stage, data)
+        result = self.folder(name) / RESULTS.get(command, f"{command}.json")
+        return Job(name, tuple(words), result, minutes, stage, data)
 
 
 def read_record(path: Path, *names: str) -> Record:

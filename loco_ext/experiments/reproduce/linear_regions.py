@@ -63,7 +63,7 @@ def jobs(plan: JobPlan) -> list[Job]:
     scale, found = SCALES[plan.preset], []
     for place, (name, options) in enumerate(scale.options.items()):
         words = options if place == 0 or "--no-toy" in options else (*options, "--no-toy")
-        found.append(plan.job(f"{PAPER}/{name}", "regions", *words, result="regions.json", minutes=scale.minutes))
+        found.append(plan.job(f"{PAPER}/{name}", "regions", *words, minutes=scale.minutes))
     return found
 
 

@@ -112,7 +112,7 @@ def jobs(plan: JobPlan) -> list[Job]:
         found.append(_analysis(plan, place, "uniform", scale.seeds))
         found.append(_training(plan, f"{PAPER}/cifar10-{SIMPLE}", SIMPLE, "cifar10", 0, _Arm()))
     for row, path in _checkpoints(plan).items():
-        found.append(plan.job(f"{PAPER}/imagenet/{row}", "analyze", path, result="analysis.json", minutes=0.1))
+        found.append(plan.job(f"{PAPER}/imagenet/{row}", "analyze", path, minutes=0.1))
     return found
 
 
@@ -131,14 +131,13 @@ def _training(plan: JobPlan, place: str, network: str, data: str, seed: int, arm
         options += ["--locality", plan.folder(place) / f"analysis-{arm.name}" / "analysis.json"]
     minutes = SCALES[plan.preset].minutes[network]
     stage = 1 if arm.rule is None else 3
-    name = f"{place}/{arm.name}-{seed}"
-    return plan.job(name, "train", *options, result="model.safetensors", minutes=minutes, stage=stage)
+    return plan.job(f"{place}/{arm.name}-{seed}", "train", *options, minutes=minutes, stage=stage)
 
 
 def _analysis(plan: JobPlan, place: str, name: str, seeds: int, *options: Any) -> Job:
     weights = [plan.folder(place) / f"uniform-{seed}" / "model.safetensors" for seed in range(seeds)]
     words = [*weights, *options, "--weighting", "halves", "--stat", SCALES[plan.preset].statistic]
-    return plan.job(f"{place}/analysis-{name}", "analyze", *words, result="analysis.json", minutes=0.05, stage=2)
+    return plan.job(f"{place}/analysis-{name}", "analyze", *words, minutes=0.05, stage=2)
 
 
 def _checkpoints(plan: JobPlan) -> dict[str, Path]:

@@ -26,13 +26,9 @@ MAP = (
 
 
 def save(trained: Path, data: str, folder: Path | None, out: Path) -> dict[str, Path]:
-    """Write the figures, those of a network where its weights exist; return their files by caption.
+    """Write the figures to ``out``, those of the small CNN where its weights exist; return their files by caption.
 
-    Args:
-        trained: weights of the small CNN.
-        data: name of its data set, whose first test image is shown.
-        folder: where the files of the data set are.
-        out: folder of the figures.
+    Its maps are of the first test image of the data set, whose files are in ``folder``.
     """
     out.mkdir(parents=True, exist_ok=True)
     captions = {

@@ -73,8 +73,7 @@ def jobs(plan: JobPlan) -> list[Job]:
             for arm in scale.arms:
                 name = f"{PAPER}/{crops}/{Arm.parse(arm).folder}-{seed}"
                 options = (*scale.options, *words, *cropped, "--arms", arm, "--seed", str(seed), "--seeds", "1")
-                result = "landscapes.json"
-                found.append(plan.job(name, "landscapes", *options, result=result, minutes=scale.minutes, data=data))
+                found.append(plan.job(name, "landscapes", *options, minutes=scale.minutes, data=data))
     return found
 
 

@@ -94,7 +94,7 @@ def _path(plan: JobPlan, network: str, penalty: str, variant: str, strength: flo
     name = f"{PAPER}/{network}/{penalty}-{variant}/alpha-{strength:.3g}"
     words = ["--model", network, "--dataset", plan.images, "--penalty", penalty, "--strengths", repr(strength)]
     words += [*SCRATCH, *scale.options, *options]
-    return plan.job(name, "frontier", *words, result="frontier.json", minutes=scale.minutes, data=plan.images)
+    return plan.job(name, "frontier", *words, minutes=scale.minutes, data=plan.images)
 
 
 def _complexity(plan: JobPlan) -> dict[float, tuple[Job, Job]]:
@@ -108,13 +108,9 @@ def _complexity(plan: JobPlan) -> dict[float, tuple[Job, Job]]:
         name = f"{PAPER}/{scale.networks[0]}/complexity/alpha-{strength:.3g}"
         words = ["--preset", "quick", "--model", scale.networks[0], "--dataset", plan.images, "--penalty", "complexity"]
         words += ["--strength", repr(strength), "--epochs", str(epochs)]
-        training = plan.job(
-            f"{name}/run", "train", *words, result="model.safetensors", minutes=scale.minutes, data=plan.images
-        )
+        training = plan.job(f"{name}/run", "train", *words, minutes=scale.minutes, data=plan.images)
         options = (training.folder, "--cost", "macs")
-        compaction = plan.job(
-            f"{name}/compact", "compact", *options, result="report.json", minutes=0.1, stage=2, data=plan.images
-        )
+        compaction = plan.job(f"{name}/compact", "compact", *options, minutes=0.1, stage=2, data=plan.images)
         found[strength] = training, compaction
     return found
 
@@ -126,7 +122,6 @@ def page(plan: JobPlan) -> Page:
     families = [(network, "plain") for network in scale.networks]
     families += [(scale.networks[0], variant) for variant in scale.variants]
     for network, variant in families:
-        series: dict[str, frontier_figures.Series] = {}
         for penalty in PENALTIES:
             family = f"{PAPER}/{network}/{penalty}-{variant}"
             record = _merged(plan, family)
@@ -134,7 +129,6 @@ def page(plan: JobPlan) -> Page:
                 continue
             points += [(network, penalty, variant, record, point) for point in record["paths"][0]["points"]]
             figures.save(frontier_figures.draw(record), plan.folder(family))
-            series[penalty] = frontier_figures.by_tau(record)
             drawn |= {
                 f"{network}, {penalty}, {variant}: {what}": plan.folder(family) / f"{name}.png"
                 for name, what in (
