@@ -8,6 +8,7 @@ from typing import Any
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import DIGITS_TRAIN_SIZE
 from loco_ext.experiments.records import Record, read
+from loco_ext.experiments.settings import SettingsError
 
 WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
 WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
@@ -48,9 +49,13 @@ class Job:
     def _recorded_data(self) -> Any:
         """Return the data set that the job has run on."""
         path = self.folder / "settings.json"
-        record = read_record(path if path.is_file() else self.result)
-        settings = record.get("settings", record)
-        return settings.get("training", settings).get("data")
+        path = path if path.is_file() else self.result
+        found = read_record(path)
+        for name in ("settings", "training"):
+            found = found.get(name, found)
+            if not isinstance(found, dict):
+                raise SettingsError(f"{path}, {name}: expected dict, got {found!r}; remove it to measure anew")
+        return found.get("data")
 
     def line(self) -> str:
         """Return the job as a command line."""
