@@ -57,8 +57,7 @@ def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str
     else:
         raise TypeError(f"model: expected a module or a mapping of names to tensors, got {type(model).__name__}")
     weights = {name: weight for name, weight in candidates.items() if _has_classes(weight)}
-    if empty := [name for name, weight in weights.items() if weight.is_meta]:
-        raise ValueError(f"model: expected weights with values, those of {empty} are on the meta device")
+    _check_values(weights)
     found = {name: weight.detach().to(device="cpu", dtype=torch.float64) for name, weight in weights.items()}
     if not found:
         raise ValueError(
@@ -76,11 +75,18 @@ def _of_module(model: nn.Module, example_inputs: Inputs | None) -> dict[str, Ten
     convolutions = {module: name for name, module in model.named_modules() if isinstance(module, _ConvNd)}
     weights = {module: weight_of(module) for module in convolutions}
     names = {module: owners.setdefault(weights[module], name) for module, name in convolutions.items()}
+    if example_inputs is not None:
+        _check_values({names[module]: weights[module] for module in names})
     modules = list(names) if example_inputs is None else _in_order_of_call(model, list(names), example_inputs)
     lazy = [names[module] for module in modules if is_lazy(weights[module])]
     if lazy:
         raise ValueError(f"model: expected initialised weights, those of {lazy} are lazy; run the model once")
     return {names[module]: weights[module] for module in modules}
+
+
+def _check_values(weights: Mapping[str, Tensor]) -> None:
+    if empty := [name for name, weight in weights.items() if weight.is_meta]:
+        raise ValueError(f"model: expected weights with values, those of {empty} are on the meta device")
 
 
 @compiler.disable

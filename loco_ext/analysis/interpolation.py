@@ -111,17 +111,17 @@ class MeanOutputs(nn.Module):
         super().__init__()
         self.first, self.second, self.alpha = first, second, alpha
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.mean(self.first(x.clone()), self.second(x))  # both may write to their inputs
 
     def mean(self, first: Any, second: Any) -> Any:
-        return tree_map(lambda a, b: (1 - self.alpha) * a + self.alpha * b, first, second)
+        return tree_map(lambda a, b: None if a is None else (1 - self.alpha) * a + self.alpha * b, first, second)
 
 
 class MeanOutputsOfSeveral(MeanOutputs):
     """MeanOutputs of any inputs. torch.fx cannot trace it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         return self.mean(self.first(*copies[0], **copies[1]), self.second(*args, **kwargs))
 

@@ -1,4 +1,4 @@
-"""Names of the operations in a graph, the same for layers, functions and methods, and what each does to shapes."""
+"""The operations in a graph: their names, the same for layers, functions and methods, and what they read and do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -120,7 +120,7 @@ def become(node: fx.Node, function: Any, *args: Any) -> None:
 
 
 def erase_unread(node: fx.Node) -> None:
-    """Erase an operation whose result nothing reads, and those whose results it alone has read, but no layers."""
+    """Erase an operation whose result nothing reads, and those whose results it alone has read; layers stay."""
     is_operation = node.op in ("call_function", "call_method") or isinstance(module_of(node), nn.Unflatten)
     if is_operation and not node.users:
         read = node.all_input_nodes

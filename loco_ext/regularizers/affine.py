@@ -5,7 +5,7 @@ A dependence says which values may depend on which pixels: the same with ones as
 """
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from loco_ext import ops
 from loco_ext.errors import UserError
-from loco_ext.fx.operations import POOLS, operation
+from loco_ext.fx.operations import POOLS, module_of, operation
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 
 
@@ -47,7 +47,6 @@ class AffineCall:
 
     Attributes:
         node: the call in the graph.
-        modules: modules of the graph, by name.
         args, kwargs: the arguments in this pass; those that depend on the input have one leading axis, of samples or of
             pairs of a direction and a sample.
         depends: for each of ``args``, whether it is a tensor that depends on the input.
@@ -56,7 +55,6 @@ class AffineCall:
     """
 
     node: fx.Node
-    modules: Mapping[str, nn.Module]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     depends: tuple[bool, ...]
@@ -66,7 +64,7 @@ class AffineCall:
     @property
     def module(self) -> Any:
         """The module that is called; None for functions and methods."""
-        return self.modules[str(self.node.target)] if self.node.op == "call_module" else None
+        return module_of(self.node)
 
     def option(self, place: int, name: str, default: Any = None) -> Any:
         """Return a module's attribute, or the function's argument at this place behind its input."""
@@ -306,8 +304,8 @@ AFFINE: dict[str, AffineRule] = {
 }
 
 
-def affine_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> AffineRule | None:
+def affine_rule(node: fx.Node) -> AffineRule | None:
     """Return the rule of an affine operation; None for others."""
-    if node.op == "call_module" and isinstance(modules[str(node.target)], LocallyConnectedNd):
+    if isinstance(module_of(node), LocallyConnectedNd):
         return _locally_connected
     return AFFINE.get(operation(node))

@@ -5,11 +5,11 @@ ReLU, or how much the largest number of a pooling window exceeds another one. Be
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional
 
 from loco_ext.fx.modules import per_axis
@@ -176,6 +176,6 @@ _BENDING: dict[str, BendingRule] = {
 }
 
 
-def bending_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> BendingRule | None:
+def bending_rule(node: fx.Node) -> BendingRule | None:
     """Return the rule of a piecewise linear operation; None for others."""
     return _BENDING.get(operation(node))

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from loco_ext.fx.branches import length
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked, unwrapped
-from loco_ext.fx.operations import ARITHMETIC, argument, operation
+from loco_ext.fx.operations import ARITHMETIC, argument, module_of, operation
 from loco_ext.fx.results import agree
 from loco_ext.fx.trace import UntraceableError, trace, tracing_compiled_parts
 from loco_ext.ops import transforms
@@ -66,7 +66,6 @@ class FrozenNetwork:
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error
-        self.modules: Mapping[str, nn.Module] = dict(self.graph.named_modules())
         inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         self.input = inputs[0]
         self.nodes = list(_depending(self.graph.graph, self.input))
@@ -121,8 +120,8 @@ class FrozenNetwork:
             _COMPARED.add(model)
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
-        bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)
-        call = AffineCall(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        bending, affine = bending_rule(node), affine_rule(node)
+        call = AffineCall(node, node.args, dict(node.kwargs), (), Pass.VALUE)
         if call.module is not None and is_hooked(call.module):
             raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
         if call.module is not None and "forward" in vars(call.module):
@@ -275,7 +274,7 @@ class Frozen:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), find)
         depends = tuple(isinstance(arg, fx.Node) and arg in self._depending for arg in node.args)
-        return AffineCall(node, self.network.modules, tuple(args), dict(kwargs), depends, kind, self.shapes.get(node))
+        return AffineCall(node, tuple(args), dict(kwargs), depends, kind, self.shapes.get(node))
 
     def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         call = self._call(node, Pass.VALUE, values.__getitem__)
@@ -291,7 +290,7 @@ class Frozen:
     def linear_weight(self, node: fx.Node) -> Tensor:
         """Return the weight of a linear layer."""
         if node.op == "call_module":
-            return self.network.modules[str(node.target)].weight  # type: ignore[return-value]
+            return module_of(node).weight
         return self._constants[argument(node, 1, "weight")]
 
     def tangents(self, starts: Mapping[fx.Node, Tensor], read: Read) -> None:

@@ -88,7 +88,7 @@ def _check_operations(model: nn.Module) -> None:
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        call = AffineCall(node, modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        call = AffineCall(node, node.args, dict(node.kwargs), (), Pass.VALUE)
         if not _keeps_paths(call):
             got = f"the tensor {node.target} in an operation" if node.op == "get_attr" else call.description
             raise TypeError(f"model: expected linear layers, ReLUs and flattening, got {got}")

@@ -145,8 +145,10 @@ def test_weights_that_are_lazy_or_on_the_meta_device_or_not_finite():
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.LazyConv2d(4, 3))
     with pytest.raises(ValueError, match=r"model: expected initialised weights, those of \['1'\] are lazy"):
         conv_weights(model)
-    with pytest.raises(ValueError, match=r"model: expected weights with values, those of \['0'\] are on the meta"):
-        conv_weights(nn.Sequential(nn.Conv2d(3, 3, 3, device="meta")).state_dict())
+    empty = nn.Sequential(nn.Conv2d(3, 3, 3, device="meta"))
+    for arguments in ((empty.state_dict(),), (empty, torch.zeros(1, 3, 3, 3))):
+        with pytest.raises(ValueError, match=r"model: expected weights with values, those of \['0'\] are on the meta"):
+            conv_weights(*arguments)
     for value in (math.nan, -math.inf):
         model[0].weight.data[2, 1, 2, 0] = value
         with pytest.raises(ValueError, match=r"model: expected finite weights, got NaN or inf in layer '0'"):

@@ -98,13 +98,14 @@ class Several(nn.Module):
         self.layer = nn.Linear(3, 2)
 
     def forward(self, x):
-        return {"logits": self.layer(x), "features": (x, self.layer.weight)}
+        return {"logits": self.layer(x), "features": (x, self.layer.weight), "loss": None}
 
 
 def test_outputs_in_dicts_and_tuples_are_mixed():
     ends, x = (Several(), Several()), torch.randn(4, 3)
     for alpha, model in analysis.interpolate(*ends, 3, "outputs"):
-        logits, (same, weight) = model(x).values()
+        logits, (same, weight), loss = model(x).values()
+        assert loss is None
         torch.testing.assert_close(logits, (1 - alpha) * ends[0].layer(x) + alpha * ends[1].layer(x))
         torch.testing.assert_close(weight, (1 - alpha) * ends[0].layer.weight + alpha * ends[1].layer.weight)
         torch.testing.assert_close(same, x)

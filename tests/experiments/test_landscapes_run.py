@@ -52,6 +52,7 @@ def test_resnet50_has_the_numbers_of_the_original_but_for_its_stem():
     """He et al. (2015) have 25,557,032 parameters, with a stem of 3*64*7*7 weights and 1000 classes."""
     model = MODELS["resnet50"].make(3, 1000, 32)
     assert sum(p.numel() for p in model.parameters()) == 25_557_032 - 3 * 64 * (7 * 7 - 3 * 3)
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 1000)
 
 
 @pytest.fixture(scope="module")

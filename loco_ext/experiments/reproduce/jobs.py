@@ -54,7 +54,8 @@ class Job:
         for name in ("settings", "training"):
             found = found.get(name, found)
             if not isinstance(found, dict):
-                raise SettingsError(f"{path}, {name}: expected dict, got {found!r}; remove it to measure anew")
+                kind = type(found).__name__
+                raise SettingsError(f"{path}, {name}: expected dict, got {kind}; remove it to measure anew")
         return found.get("data")
 
     def line(self) -> str:

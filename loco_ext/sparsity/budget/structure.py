@@ -333,9 +333,11 @@ def _channels_of(model: nn.Module, inputs: Sequence[Any]) -> Channels:
     """
     try:
         results_of(model, inputs)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # the model's own code may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"example_inputs: expected arguments that the model takes, got {why}") from error
+        raise ValueError(f"model, example_inputs: expected a model that takes these arguments, got {why}") from error
     try:
         graph = annotated_graph(model, inputs)
     except UntraceableError as error:

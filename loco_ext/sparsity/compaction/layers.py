@@ -88,8 +88,8 @@ def _store_weight(
         return
     called = _called(graph)
     # A layer that stays a layer can have no further parameter, with which no file would be read.
-    free = (str(part.target) for part in parameters if owner_of(part) not in called)
-    name = unused_name(graph, next(free, node.name))
+    names = (str(part.target) for part in parameters if owner_of(part) not in called)
+    name = unused_name(graph, next(names, node.name))
     owner, _, attribute = name.rpartition(".")
     trains = any(stored_tensor(part).requires_grad for part in parameters)
     graph.get_submodule(owner).register_parameter(attribute, nn.Parameter(value.clone(), trains))

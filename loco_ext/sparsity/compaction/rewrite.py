@@ -130,9 +130,9 @@ class Rewriter:
         if name in self.layers:
             buckets = self.layers[name][1]
         else:
-            buckets = self._choose(convolution, source.meta, free)
-            if self._channels.info.is_called_again(node):  # as one module
-                buckets = [join(buckets)]
+            as_one = self._channels.info.is_called_again(node)
+            buckets = self._choose(convolution, source.meta, free and not as_one)
+            buckets = [join(buckets)] if as_one else buckets
         self.layers[name] = convolution.weight, buckets
         order = channel_order(buckets)
         back = None if free else inverse_order(buckets, convolution.weight.device)
@@ -300,7 +300,7 @@ class Rewriter:
         return result
 
     def _copy(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        """Copy the node; :meth:`_add` has recorded the channels in order that are kept."""
+        """Copy the node, whose channels are recorded."""
         return self._graph.node_copy(node, self._new.__getitem__)
 
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:

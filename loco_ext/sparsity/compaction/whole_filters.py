@@ -1,4 +1,4 @@
-"""Linear layers and transposed convolutions: layers with fewer filters and channels, whose filters keep their size."""
+"""Weights of layers by filter, and layers with other filters; of those that are made anew, some keep their size."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from loco_ext.sparsity.budget import layer_time, shrink
 from loco_ext.sparsity.budget import structure as structure_module
 from loco_ext.sparsity.budget.importance import by_norm
 from loco_ext.sparsity.budget.structure import structure_of
-from loco_ext.sparsity.compaction import cost
+from loco_ext.sparsity.compaction import cost as cost_module
 from loco_ext.sparsity.compaction.macs import macs_of
 from tests.compaction.cases import Network, Two, mixed
 from tests.covering import covering, slow
@@ -499,7 +499,7 @@ def test_for_a_latency_a_smaller_network_is_returned_though_it_is_slower_with_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_times(monkeypatch.setattr, 0.25)
-    monkeypatch.setattr(cost, "latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
+    monkeypatch.setattr(cost_module, "latencies", lambda networks, *_: list(range(1, 1 + len(networks))))
     model = network("plain")
     smaller, report = sparsity.shrink_to(model, X, latency=0.6, batches=batches(), granularity="filters")
     assert report.parameters_after < sum(p.numel() for p in smaller.parameters())  # norms that are not folded
@@ -584,8 +584,9 @@ def test_models_that_cannot_be_traced_are_refused_with_the_reason_once() -> None
 
 
 def test_inputs_that_the_model_refuses_are_named() -> None:
+    said = "model, example_inputs: expected a model that takes these arguments, got "
     for inputs, why in ((X[:, :2], "RuntimeError: .* to have 3 channels"), ((X, X), "TypeError: .* 3 were given")):
-        with pytest.raises(ValueError, match=f"example_inputs: expected arguments that the model takes, got {why}"):
+        with pytest.raises(ValueError, match=said + why):
             sparsity.shrink_to(network("plain"), inputs, macs=0.5, importance="norm")
 
 
