@@ -52,7 +52,7 @@ def module_of(node: fx.Node) -> Any:
 
 
 def owner_of(node: fx.Node) -> str:
-    """Return the name of the module that has the tensor that the node reads, or the module that it calls."""
+    """Return the name of the module that holds what a node reads or calls, a tensor or a module."""
     return str(node.target).rpartition(".")[0]
 
 

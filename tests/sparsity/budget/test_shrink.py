@@ -586,8 +586,12 @@ def test_models_that_cannot_be_traced_are_refused_with_the_reason_once() -> None
 def test_inputs_that_the_model_refuses_are_named() -> None:
     said = "model, example_inputs: expected a model that takes these arguments, got "
     for inputs, why in ((X[:, :2], "RuntimeError: .* to have 3 channels"), ((X, X), "TypeError: .* 3 were given")):
+        model = network("plain")
         with pytest.raises(ValueError, match=said + why):
-            sparsity.shrink_to(network("plain"), inputs, macs=0.5, importance="norm")
+            sparsity.shrink_to(model, inputs, macs=0.5, importance="norm")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=said + why):
+            sparsity.Budget(model, optimizer, example_inputs=inputs, macs=0.5, begin=1, end=2)
 
 
 def test_the_reason_why_a_model_stays_is_named() -> None:
