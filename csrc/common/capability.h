@@ -34,9 +34,11 @@
 #define LOCO_COMPILED_FOR(target) _Pragma(target)
 #endif
 
-#define LOCO_KERNELS_BEGIN                                                      \
-  LOCO_COMPILED_FOR("GCC push_options") LOCO_TARGET namespace LOCO_CAPABILITY { \
-    using namespace ::loco::LOCO_CAPABILITY;
+// The pragma of the target comes last: GCC 16 drops what follows it in the expansion of a macro.
+#define LOCO_KERNELS_BEGIN                                          \
+  LOCO_COMPILED_FOR("GCC push_options") namespace LOCO_CAPABILITY { \
+    using namespace ::loco::LOCO_CAPABILITY;                        \
+    LOCO_TARGET
 #define LOCO_KERNELS_END \
   }                      \
   LOCO_COMPILED_FOR("GCC pop_options")
