@@ -30,7 +30,8 @@ def check_form(value: Any, form: Any, name: str = "content") -> None:
     """
     kind = type(form) if isinstance(form, list | dict) else form
     if not isinstance(value, kind):
-        raise ValueError(f"{name}: expected {getattr(kind, '__name__', kind)}, got {reprlib.repr(value)}")
+        expected = kind.__name__ if isinstance(kind, type) else kind
+        raise ValueError(f"{name}: expected {expected}, got {reprlib.repr(value)}")
     if isinstance(form, list):
         form = dict.fromkeys(range(len(value)), form[0])
     for key, each in form.items() if isinstance(form, dict) else ():

@@ -70,7 +70,7 @@ CASES = {
         "--model vgg13": "vgg13 needs images of at least 32x32",
         "--dataset cifar10": "--data: expected the folder that holds the files of the data set cifar10",
         "--dataset cifar10 --data nowhere": "nowhere: expected data_batch_1.bin",
-        f"--dataset cifar10 --data {'x' * 300}": "File name too long",
+        f"--dataset cifar10 --data {'x' * 300}": "x" * 300,
         "--penalty groups": "--penalty: expected one of rings, kernels, complexity",
         "--alpha 10": "--alpha: expected 0 without pilcro",
         "--pilcro target": "--alpha: expected more than 0 with pilcro target",
