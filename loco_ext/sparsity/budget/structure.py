@@ -245,6 +245,7 @@ class Masks:
     @torch.no_grad()
     def restore(self) -> None:
         """Give removed weights the values that they had when they were cut."""
+        self.apply()  # a wrapper of the optimizer, such as Lookahead, may have made others of the zeros
         for place, removed in zip(self._masks, self.removed, strict=False):  # none if nothing was kept
             tensor = getattr(*place)
             tensor.add_(removed.to(tensor))
