@@ -147,7 +147,7 @@ def _result(name: str, operands: list[Bound | None]) -> Bound | None:
     if name == "pow":
         base, exponent = numbers
         return _product([Bound(base, exponent)])
-    return _checked(sum(numbers), None)
+    return _checked(sum(numbers) + (name == "invert"), None)  # ~n is -n - 1
 
 
 def _of_sequences(name: str, numbers: list[int], sequences: list[Bound], operands: int) -> Bound | None:

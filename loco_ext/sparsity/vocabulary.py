@@ -65,8 +65,8 @@ _OPERATIONS = (
     "ones_like pad permute pixel_shuffle pixel_unshuffle pow prelu prod rand_like randn_like reciprocal relu "
     "relu6 relu_ repeat repeat_interleave reshape rms_norm roll round rrelu rsqrt rsub scaled_dot_product_attention "
     "select selu sigmoid sigmoid_ sign silu sin size softmax softmin softplus softshrink softsign split sqrt square "
-    "squeeze stack std sub sub_ sum swapaxes t tanh tanh_ tanhshrink tensor_split threshold tile to transpose type_as "
-    "unbind unflatten unfold unsqueeze upsample var view view_as where zeros zeros_like _assert"
+    "squeeze stack std sub sub_ sum swapaxes t tanh tanh_ tanhshrink threshold tile to transpose type_as unbind "
+    "unflatten unfold unsqueeze upsample var view view_as where zeros zeros_like _assert"
 )
 GETATTR = "builtins.getattr"
 ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # attributes that getattr may read

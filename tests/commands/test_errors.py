@@ -1,6 +1,7 @@
 """Errors made by the user: one line on stderr that names the option or file, exit code 2, and no files left behind."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ UNMEASURED = "--arms plain --corrupted-images 0 --ablated-images 0 --resampled-i
 COMPACT = ["compact", "--out", "out"]
 SHRINK = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--out", "out"]
 DEMO = ["demo", "--out", "out"]
+# From 3.14 on, Python says of a path with too long a name that there is no such file.
+UNREADABLE = "expected data_batch_1.bin" if sys.version_info >= (3, 14) else "File name too long"
 REGIONS = ["regions", "--out", "out"]
 REPRODUCE = ["reproduce", "--out", "out"]
 
@@ -70,7 +73,7 @@ CASES = {
         "--model vgg13": "vgg13 needs images of at least 32x32",
         "--dataset cifar10": "--data: expected the folder that holds the files of the data set cifar10",
         "--dataset cifar10 --data nowhere": "nowhere: expected data_batch_1.bin",
-        f"--dataset cifar10 --data {'x' * 300}": "x" * 300,
+        f"--dataset cifar10 --data {'x' * 300}": UNREADABLE,
         "--penalty groups": "--penalty: expected one of rings, kernels, complexity",
         "--alpha 10": "--alpha: expected 0 without pilcro",
         "--pilcro target": "--alpha: expected more than 0 with pilcro target",

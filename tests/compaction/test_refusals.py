@@ -224,6 +224,7 @@ SHAPE = ("builtins.getattr", "x", "shape")
 TOO_LARGE = {
     "a huge power": chain(("operator.pow", 10, 10**9)),
     "a size's power": chain(HEIGHT, ("operator.pow", 2, "a0")),
+    "an inverted number's power": chain(("operator.invert", 1), ("operator.pow", "a0", 40_000)),
     "powers in a row": chain(HEIGHT, *(("operator.pow", f"a{i}", 9) for i in range(9))),
     "products in a row": chain(HEIGHT, *(("operator.mul", f"a{i}", f"a{i}") for i in range(40))),
     "a product": chain(SHAPE, ("math.prod", "a0"), *(("math.prod", (f"a{i}", f"a{i}")) for i in range(1, 40))),
