@@ -74,7 +74,8 @@ def test_float64_rounds_to_the_nearest_even(to):
     values = torch.cat([values, values * (1 + 2.0**-25), values * (1 + 2.0**-40), torch.tensor([1e300, -1e-300])])
     buffer = negative_zeros(len(values), to)
     ops.optim_step_sgd([torch.zeros(len(values)).double()], [values], [buffer], ADD_GRADIENT, first=[1])
-    assert same_bits(buffer, values.to(to))
+    # By way of float32, as torch does on x86-64. On ARM, torch takes this way only for part of a tensor.
+    assert same_bits(buffer, values.float().to(to))
 
 
 KNOWN_ANSWERS = [  # counter, key, result: published with the generator's source (Random123, kat_vectors)

@@ -3,7 +3,6 @@
 import cvxpy
 import numpy as np
 import pytest
-import spams
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +47,7 @@ def problem() -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def minimum(problem: tuple[Tensor, Tensor]) -> Tensor:
     """Minimize ``1/2 ||inputs w - answers||^2 / samples + strength * sum_n ||k(G_n)||`` by SPAMS."""
+    spams = pytest.importorskip("spams")
     inputs, answers = (part.numpy() / len(part) ** 0.5 for part in problem)
     order = np.argsort(-np.asarray(RINGS), kind="stable")  # from the centre outwards, the root's own variables first
     columns = inputs.reshape(-1, CHANNELS, SIZE * SIZE)[:, :, order].transpose(0, 2, 1).reshape(len(inputs), -1)
