@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def joined(device: str) -> Iterator[Processes]:
         yield Processes(torch.device(device))
         return
     own = _join(torch.device(device))
+    # A training run makes the running variances equal before each step, of which the optimizers do not know.
+    warnings.filterwarnings("ignore", "penalty: expected SyncBatchNorm")
     try:
         yield Processes(own, dist.get_rank(), dist.get_world_size())
         dist.barrier()  # torchrun ends all processes when the first fails: none may leave while another writes

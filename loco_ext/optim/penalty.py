@@ -5,12 +5,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn import SyncBatchNorm
 
 from loco_ext.ops.penalties import OfStep
 from loco_ext.optim.locality import entries_of
 from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 from loco_ext.penalties.folded import FoldedLayer
+from loco_ext.warning import warn_caller
 
 _KINDS: dict[str, type[Penalty]] = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
 
@@ -65,7 +67,7 @@ def step_penalties(
     one. The optimizers themselves apply a FoldedPenalty after the step.
 
     A single penalty applies to the parameters that look like convolution weights, as a locality does; a list gives each
-    parameter its own.
+    parameter its own. Warn if a FoldedPenalty depends on running variances that differ between processes.
 
     Raises:
         TypeError, ValueError: ``penalty`` is neither, fits no parameter, or an entry does not fit its parameter.
@@ -81,6 +83,13 @@ def step_penalties(
                 folded.append((param, entry.layer(param)))
         except (TypeError, ValueError) as error:
             raise type(error)(f"penalty of parameter {i}: {error}") from None
+    own = {type(layer.batch_norm).__name__ for _, layer in folded if not isinstance(layer.batch_norm, SyncBatchNorm)}
+    if own and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        warn_caller(
+            "penalty: expected SyncBatchNorm behind the convolutions of a FoldedPenalty in several processes, got "
+            f"{', '.join(sorted(own))}, whose running variances differ; weights then differ too, unless a hook before "
+            "the step makes the variances equal"
+        )
     return (of_step if any(entry is not None for entry in of_step) else []), folded
 
 

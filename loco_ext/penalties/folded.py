@@ -44,7 +44,7 @@ class FoldedPenalty(Penalty):
     The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight. The norm's weight must be a
     parameter of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a
     gradient, with the learning rate, momentum and metric of its own group. In several processes the running variances
-    must agree, as those of SyncBatchNorm do.
+    must agree, as those of SyncBatchNorm do; the optimizers warn of other norms.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.

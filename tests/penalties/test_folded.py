@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -419,6 +420,18 @@ def test_a_norm_that_the_optimizer_does_not_step_is_a_typed_error(name, kind):
         optimizer.step()
     assert same_bits(conv.weight.detach(), before)
     assert torch.equal(conv.weight.grad, torch.ones_like(before))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_norms_whose_variances_differ_between_processes_are_a_warning(monkeypatch, kind):
+    conv, norm = make_layers()[0], kind(6).double()
+    optimizer = make_optimizer("SGD", conv, norm)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    message = "penalty: expected SyncBatchNorm behind .* several processes, got BatchNorm2d, whose running variances"
+    set_gradients([conv.weight, *norm.parameters()], 0)
+    with nullcontext() if kind is nn.SyncBatchNorm else pytest.warns(UserWarning, match=message):
+        optimizer.step()
 
 
 def test_random_rounding_is_refused_and_narrow_types_are_shrunk():
