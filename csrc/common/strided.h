@@ -72,7 +72,7 @@ inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, cons
 // The run has its own `count` elements, the first of which is element begin + position and is at `offset`.
 template <typename Visit>
 inline void for_runs(const Nest& nest, int64_t begin, int64_t count, const Visit& visit) {
-  int64_t index[kMaxAxes];
+  int64_t index[kMaxAxes] = {};
   int64_t offset = 0, rest = begin;
   for (int a = 0; a < nest.count; ++a) {
     index[a] = a + 1 < nest.count ? rest % nest.axes[a].size : rest;

@@ -43,7 +43,7 @@ LOCO_HD Four<T> load_four(const T* from, int64_t step) {
 }
 
 template <typename T>
-LOCO_HD void store_four(Four<T> four, T* to) {
+LOCO_HD void store_four(const Four<T>& four, T* to) {
   std::memcpy(to, &four, sizeof four);
 }
 
