@@ -52,12 +52,15 @@ format: $(VENV)/built
 wheel: $(VENV)/requirements
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
+# Modules are compiled when they are first imported, and kept: to compile all of them takes pip more than a minute.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(VENV)/requirements: requirements-dev.txt
 	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 15) else \
 	  f'loco_ext needs Python 3.11 to 3.14, {v.major}.{v.minor} found: run make with PYTHON=python3.12, say')"
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing the pinned requirements, torch among them"
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/requirements $(SOURCES)
