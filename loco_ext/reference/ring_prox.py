@@ -59,8 +59,9 @@ def ring_prox(
 
     factor = torch.zeros_like(t[:, 0])
     if squared is not None:
-        # The plain prox has thresholds t + factor*q; factor is twice the sum of q_n times the norms of its result.
-        upper = twice_the_penalty(u)
+        # The plain prox has thresholds t + factor*q; factor is twice the sum of q_n times the norms of its result, and
+        # at most that sum for the thresholds t alone. It is 0 where these leave nothing.
+        upper = twice_the_penalty(solve(factor))
         factor = torch.where(upper.isinf(), 0.0, _root(balance, upper))  # infinite weights stay
     x = solve(factor).view(weight.shape).to(weight.dtype)
     out = torch.empty_like(weight)
@@ -221,7 +222,7 @@ def _root(rising: Callable[[Tensor], Tensor], upper: Tensor) -> Tensor:
     last, other = torch.zeros_like(upper), upper
     of_last, of_other = torch.full_like(upper, -torch.inf), torch.full_like(upper, torch.inf)
     positive = torch.zeros_like(upper, dtype=torch.bool)
-    part = torch.full_like(upper, 0.5)  # the next point is this part of the way from last to other
+    part = torch.ones_like(upper)  # the next point is this part of the way from last to other
     for _ in range(_ROUNDS):
         point = last + part * (other - last)
         value = rising(point)
