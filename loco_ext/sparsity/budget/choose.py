@@ -36,12 +36,15 @@ def within(problem: SizeProblem, budget: float) -> Sizes:
         if problem.cost(improved(problem, sizes, price, most_rounds=1)) > budget:
             break
         price /= _FALL
-    below = sizes
-    while problem.cost(below) > budget:
+    path = problem.paths.setdefault(price, [sizes])
+    step = 0
+    while problem.cost(path[step]) > budget:
         if price > end:
-            return below
-        sizes, price = below, price * _RISE
-        below = improved(problem, sizes, price, most_rounds=1)
+            return path[step]
+        price, step = price * _RISE, step + 1
+        if step == len(path):
+            path.append(improved(problem, path[-1], price, most_rounds=1))
+    sizes, below = path[step - 1 : step + 1]
     low, high = price / _RISE, price
     for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5

@@ -113,6 +113,7 @@ class SizeProblem:
     Attributes:
         reads: how many input channels of each layer are of each class, ``[layers, classes]``.
         blocks: the layers in groups, such that no class is written by layers of two groups.
+        paths: by the first price, the sizes found as the price rises, which all budgets share.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class SizeProblem:
         times = [layer.time for layer in layers if layer.time is not None]
         self._times = LayerTimes(times) if times else None
         self.blocks = [self._block(each) for each in _layers_that_share_classes(layers, len(fixed))]
+        self.paths: dict[float, list[Sizes]] = {}
 
     @property
     def is_timed(self) -> bool:
