@@ -65,16 +65,16 @@ def _run(arguments: list[str], output: str, environment: dict[str, str], change:
     sys.exit(main(arguments))
 
 
-def run_command(*arguments: object) -> None:
+def run_command(*arguments: object, change: Callable[[], None] | None = None) -> None:
     """Run the command line in a process of its own, which must succeed."""
-    process = start_command(arguments)
+    process = start_command(arguments, change=change)
     process.join()
     assert process.exitcode == 0, arguments
 
 
-def kill_when(ready: Callable[[], object], *arguments: object) -> None:
+def kill_when(ready: Callable[[], object], *arguments: object, change: Callable[[], None] | None = None) -> None:
     """Run the command line in a process of its own, which is killed as soon as ``ready()`` is true."""
-    process = start_command(arguments)
+    process = start_command(arguments, change=change)
     while process.is_alive() and not ready():
         time.sleep(0.001)
     assert process.is_alive(), arguments

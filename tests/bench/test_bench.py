@@ -12,6 +12,7 @@ import torch
 import loco_ext
 from bench import bench_optim_step, generated, gpu_timer, harness, tables
 from tests.bench.tiny import on_the_cpu, tiny
+from tests.covering import slow
 
 OPTIONS = {
     "optim_step": ["--threads", "1", "2"],
@@ -24,7 +25,6 @@ OPTIONS = {
     "ring_prox_gpu": ["--rules", "sgd"],
     "block_sparse_gpu": [],
 }
-ORDINARY = ("optim_step", "train")
 
 
 def timings(value):
@@ -35,7 +35,7 @@ def timings(value):
     return [timing for entry in entries for timing in timings(entry)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else pytest.mark.slow) for n in OPTIONS])
+@pytest.mark.parametrize("name", [name if name == "train" else slow(name) for name in OPTIONS])
 def test_a_benchmark_runs_and_its_tables_are_made(name, tmp_path):
     path = tmp_path / f"{name}-tiny.json"
     with tiny(), on_the_cpu() if name.endswith("gpu") else nullcontext():

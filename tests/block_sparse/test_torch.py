@@ -18,7 +18,7 @@ def _native(fresh_dynamo):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("odd groups", torch.bfloat16), slow(("no entries", torch.float16)), slow(("no sample", torch.float64))],
+    [*map(slow, [("odd groups", torch.bfloat16), ("no entries", torch.float16), ("no sample", torch.float64)])],
     ids=str,
 )
 def test_the_operators_pass_opcheck(name, dtype):
@@ -41,9 +41,8 @@ def test_the_operators_pass_opcheck(name, dtype):
     ("compiler", "backend"),
     [("aot_eager", "native"), slow(("aot_eager", "reference")), slow(("inductor", "native"))],
 )
-def test_a_training_step_compiles_into_one_graph(compiler, backend, monkeypatch, tmp_path):
+def test_a_training_step_compiles_into_one_graph(compiler, backend, monkeypatch):
     monkeypatch.setenv("CI", "true")  # then inductor is strict about operators with decompositions
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # earlier compilations are not used again
     problem = make_problem(CASES["convolution"], torch.float32)
     operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
     problem.pattern.transpose()
@@ -51,7 +50,8 @@ def test_a_training_step_compiles_into_one_graph(compiler, backend, monkeypatch,
     def loss(x, values, bias):
         return ops.block_sparse_matmul(x * 2, values, problem.pattern, bias).sin().sum()
 
-    with loco_ext.backend(backend):
+    no_cache = torch._inductor.config.patch(fx_graph_cache=False)  # earlier compilations are not used again
+    with loco_ext.backend(backend), no_cache:
         eager = loss(*operands)
         compiled = torch.compile(loss, fullgraph=True, backend=compiler)(*operands)
         torch.testing.assert_close(compiled, eager)

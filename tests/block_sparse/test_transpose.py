@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loco_ext
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.ops import backends, block_sparse
-from tests.covering import covering
+from tests.covering import covering, slow
 from tests.tolerances import same_bits
 from tests.triton_runs import Guarded, interpret, let_triton_serve_cpus, needs_mmap, needs_triton, reserved
 
@@ -210,7 +210,8 @@ def sizes(layer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"), [("1d", 2), ("3d, groups", 2), ("depthwise", 2), ("2d", 0), ("1 channel", 2), ("1 pixel", 2)]
+    ("name", "batch"),
+    [("1d", 2), ("2d", 0), ("1 channel", 2), *map(slow, [("3d, groups", 2), ("depthwise", 2), ("1 pixel", 2)])],
 )
 def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(interpreter_process, name, batch):
     """Images of one channel or one pixel, or without a sample, are not transposed at all."""
@@ -230,7 +231,7 @@ def test_a_training_step_transposes_each_activation_once_with_no_copy_by_torch(i
         assert backward == ([((2, n_out, c_out), F64), ((2, c_in, n_in), F64)], [])
 
 
-@pytest.mark.parametrize("name", ["2d", "depthwise"])
+@pytest.mark.parametrize("name", ["2d", slow("depthwise")])
 def test_under_autocast_the_kernel_casts(interpreter_process, name):
     layer = LAYERS[name](F32)
     x, grad = images(layer, 2, F32)
@@ -244,7 +245,7 @@ def test_under_autocast_the_kernel_casts(interpreter_process, name):
     assert backward == ([((2, n_out, c_out), F16), ((2, c_in, n_in), F32)], [])
 
 
-@pytest.mark.parametrize("autocast", [None, F16])
+@pytest.mark.parametrize("autocast", [slow(None), F16])
 def test_images_in_channels_last_are_not_transposed(interpreter_process, autocast):
     layer = LAYERS["2d"](F32)
     x, grad = (t.contiguous(memory_format=torch.channels_last) for t in images(layer, 2, F32))

@@ -211,13 +211,14 @@ MANY = {"shared_memory": 2**17, "multiprocessors": 1000, "capability": 8}
 @pytest.mark.parametrize(
     ("case", "dtype", "settings"),
     [
-        *((Case(35, 1, 37, 20, 2, 2), dtype, {"most": SMALL}) for dtype in (F64, F32, F16)),
-        (Case(20, 2, 33, 18, 1, 2, 1.0), F32, {"most": SMALL}),
+        (Case(35, 1, 37, 20, 2, 2), F32, {"most": SMALL}),
         (Case(20, 1, 5, 6, 6, 7), F32, {"blocks_of_a_program": 1}),
-        (Case(20, 1, 5, 6, 6, 7), F32, {"blocks_of_a_program": 2, "most": SMALL}),
         (Case(3, 6, 1, 1, 6, 7), F32, {"blocks_of_a_program": 2}),
-        (Case(35, 1, 20, 37, 2, 3, 1.0), F32, {"gpu": MANY, "tf32": True}),
         (Case(33, 3, 5, 2, 2, 3), F32, {"gpu": MANY}),
+        *(slow((Case(35, 1, 37, 20, 2, 2), dtype, {"most": SMALL})) for dtype in (F64, F16)),
+        slow((Case(20, 2, 33, 18, 1, 2, 1.0), F32, {"most": SMALL})),
+        slow((Case(20, 1, 5, 6, 6, 7), F32, {"blocks_of_a_program": 2, "most": SMALL})),
+        slow((Case(35, 1, 20, 37, 2, 3, 1.0), F32, {"gpu": MANY, "tf32": True})),
     ],
     ids=str,
 )
@@ -229,7 +230,7 @@ def test_tiles_and_programs_come_together(results_of, case, dtype, settings):
 # The numbers of blocks of an output pixel differ; on the second GPU, several programs share them.
 @pytest.mark.parametrize(
     ("case", "multiprocessors", "dtype", "tf32"),
-    [(Case(18, 1, 18, 5, 4, 9, 0.8), 1, F16, False), (Case(50, 2, 16, 7, 5, 4, 0.6), 100, F32, True)],
+    [slow((Case(18, 1, 18, 5, 4, 9, 0.8), 1, F16, False)), (Case(50, 2, 16, 7, 5, 4, 0.6), 100, F32, True)],
     ids=str,
 )
 def test_gradients_of_several_blocks_at_a_time(results_of, monkeypatch, case, multiprocessors, dtype, tf32):
@@ -252,7 +253,7 @@ def test_gradients_of_several_blocks_at_a_time(results_of, monkeypatch, case, mu
     assert_is_dense(problem, *results_of(call), dtype)
 
 
-@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
+@pytest.mark.parametrize("name", ["odd groups", slow("depthwise")])
 def test_values_in_float32_are_rounded_to_half_precision_and_their_gradients_are_not(results_of, name):
     problem = make_problem(TRITON_CASES[name], F16)
     call = make_call(problem, F16)
@@ -274,7 +275,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["odd groups", "depthwise", slow("rgb"), slow("even groups")])
 def test_layouts_change_nothing(results_of, name):
     """Layouts are those that the operator passes on: adjacent channels of a pixel, contiguous blocks and bias."""
     call = make_call(make_problem(TRITON_CASES[name], F32), F32)
@@ -288,7 +289,7 @@ def test_layouts_change_nothing(results_of, name):
         assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
+@pytest.mark.parametrize("name", [slow("odd groups"), "depthwise"])
 def test_expanded_and_negated_operands_without_a_bias(results_of, name):
     call = make_call(make_problem(TRITON_CASES[name]), F64)
     x, grad, values = (torch.complex(t, -t).conj().imag for t in (call.x, call.grad, call.values))
@@ -323,7 +324,7 @@ def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter_process
 
 
 @needs_mmap
-@pytest.mark.parametrize("depth", [1, 64])
+@pytest.mark.parametrize("depth", [slow(1), 64])
 def test_blocks_beyond_the_2_to_the_31st_number(interpreter_process, depth):
     assert interpret(interpreter_process, far_blocks, depth)
 

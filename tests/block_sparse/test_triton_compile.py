@@ -185,7 +185,7 @@ def assert_two_programs_fit(launch: Launch, arch: int) -> None:
     ("product", "arch", "dtype", "wide_values"),
     [
         *((product, 90, BF16, False) for product in PRODUCTS),
-        ("forward", 90, BF16, True),
+        slow(("forward", 90, BF16, True)),
         *(slow(("value gradient", arch, BF16, False)) for arch in (80, 100)),
         *(slow((product, arch, BF16, wide)) for product in PRODUCTS[:2] for arch in (80, 100, 120) for wide in (0, 1)),
         *(slow((product, 90, F16, False)) for product in PRODUCTS),

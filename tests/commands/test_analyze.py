@@ -63,6 +63,7 @@ def test_every_kind_of_file_gives_the_models_weights(tmp_path, kind):
         read_checkpoint(path)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_command_writes_the_models_numbers(tmp_path, capsys):
     model = make_model()
     path = write(tmp_path / "model.pt", model, "wrapped")
@@ -217,6 +218,7 @@ def test_no_more_than_300_layers_are_drawn():
         assert 0 <= top < bottom <= 50 * 2.3 + 0.1
 
 
+@pytest.mark.usefixtures("drawn")
 def test_names_are_shown_as_they_are_for_kernels_of_any_dimension(tmp_path, capsys):
     names = {name: name for name in ("x[/y]z", "a$\\frac$b", "[bold]", "a\\", ":smile:", "\u65e5")}
     names |= {"a\nb": "a\\nb", "\x1b[31m": "\\x1b[31m", "\udcff": "\\udcff", "x" * 9999: "x" * 20}

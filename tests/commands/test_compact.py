@@ -42,6 +42,7 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
     torch.testing.assert_close(sparsity.load(tmp_path / "out")(images), model(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_network_that_onnx_cannot_hold_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -23,7 +23,7 @@ def small_pictures(monkeypatch):
     monkeypatch.setattr(region_pictures, "TOY_STEPS", 2)
 
 
-@pytest.mark.usefixtures("small_pictures")
+@pytest.mark.usefixtures("small_pictures", "drawn")
 def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch):
     arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--seeds", "2", "--samples", "100"]
     assert main([*arguments, "--json"]) == 0

@@ -31,6 +31,7 @@ from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_
 from loco_ext.experiments.reproduce.jobs import JobPlan
 from loco_ext.experiments.reproduce.published import published, tables
 from loco_ext.version import commit
+from tests.drawing import without_drawing
 from tests.processes import kill_when, run_command, start_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
@@ -313,19 +314,6 @@ def times(paths):
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
-def test_a_killed_reproduction_goes_on(tmp_path):
-    """The network that was finished before the kill is kept, and the tables are those of an uninterrupted run."""
-    torch.set_num_threads(1)
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    command = ["reproduce", "linear-regions", "--quiet", "--out"]
-    kill_when(lambda: list(cut.rglob("vanilla-0.json")), *command, cut)
-    assert not list(cut.rglob("regions.json"))
-    kept = times(cut.rglob("vanilla-0.json"))
-    assert main([*command, str(cut)]) == main([*command, str(whole)]) == 0
-    assert times(kept) == kept
-    assert content(cut) == content(whole)
-
-
 def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     ran = []
 
@@ -357,10 +345,15 @@ sys.exit(code)
 """
 
 
+def begin_in(folder):
+    os.chdir(folder)
+    without_drawing()
+
+
 def answer(connection, folder):
     """Run the command line that a program has passed on, and answer with its exit code and what it prints."""
     said = Path(tempfile.mkdtemp(dir=folder), "said.txt")
-    process = start_command(connection.recv(), said, change=functools.partial(os.chdir, folder))
+    process = start_command(connection.recv(), said, change=functools.partial(begin_in, folder))
     process.join()
     connection.send((process.exitcode, said.read_text()))
 
@@ -394,9 +387,9 @@ def test_the_example_with_xargs_runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the folder of all papers at the preset smoke."""
+    """Return the folder of all papers at the preset smoke, whose figures are empty."""
     folder = tmp_path_factory.mktemp("whole")
-    process = start_command(["reproduce", "all", "--out", folder], folder / "said.txt")
+    process = start_command(["reproduce", "all", "--out", folder], folder / "said.txt", change=without_drawing)
     process.join()
     said = (folder / "said.txt").read_text()
     assert process.exitcode == 0, said
@@ -405,6 +398,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 def test_the_preset_smoke_reproduces_all_papers(whole, capsys):
     """No layer's factors fall back to (1, 1), and each rule makes other weights out of the same first ones."""
     assert main(["reproduce", "all", "--out", str(whole), "--json"]) == 0
@@ -415,6 +410,7 @@ def test_the_preset_smoke_reproduces_all_papers(whole, capsys):
         unreproduced = [table for table in page["tables"] if not table["rows"]]
         assert all("Not reproduced" in table["notes"][0] for table in unreproduced)
         assert page["figures"]
+        assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in page["figures"].values())
         text = (whole / "smoke" / paper / "reproduce.md").read_text()
         assert text.count("![") == len(page["figures"])
     factors = next(table for table in pages["loco-reg"]["tables"] if table["title"].startswith("Table 6"))
@@ -443,13 +439,13 @@ def test_all_papers_go_on_after_kills(whole, tmp_path):
     command, kept = ["reproduce", "all", "--out", tmp_path], {}
     for name, result in KILLS:
         reached = tmp_path / "smoke" / name
-        kill_when(reached.exists, *command)
+        kill_when(reached.exists, *command, change=without_drawing)
         assert not (reached.parent / result).exists()
         assert times(kept) == kept
         jobs = [job for module in PAPERS.values() for job in module.jobs(plan("smoke", tmp_path))]
         # Some files are written once more for the epoch that was not complete, or are removed in the end.
         changes = ("settings.json", "weights-001.safetensors", "001-full/checkpoint.pt")
         kept = times([*(job.result for job in jobs if job.done), *([] if name.endswith(changes) else [reached])])
-    run_command(*command)
+    run_command(*command, change=without_drawing)
     assert times(kept) == kept
     assert content(tmp_path) == content(whole)

@@ -33,17 +33,19 @@ def test_factors_that_are_none_are_said_once_to_be_of_the_locality(tmp_path, cap
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.usefixtures("drawn")
 def test_options_reach_the_settings(tmp_path, capsys):
     path = tmp_path / "analysis.json"
     path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
-    options = f"--locality {path} --no-augment --batch-size 50 --milestones 1,2 --schedule steps --factor 0.3 "
+    options = f"--locality {path} --no-augment --batch-size 400 --milestones 1,2 --schedule steps --factor 0.3 "
     options += "--momentum 0.8 --weight-decay 0.02 --seed 4 --penalty rings --strength 0.001 --weighting scaled "
     options += "--kind full --folded --solver subgradient --amp --pilcro target --alpha 10 --optimizer sgd --norm l1"
     assert main([*GOOD, "--out", str(tmp_path / "run"), *options.split()]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "run" / "settings.json").read_text())["settings"]
     expected = {"model": "small", "data": "digits", "epochs": 1, "learning_rate": 0.05, "locality": {"3": [0.5, 2.0]}}
-    expected |= {"augment": False, "batch_size": 50, "milestones": [1, 2], "schedule": "steps", "factor": 0.3}
+    expected |= {"augment": False, "batch_size": 400, "milestones": [1, 2], "schedule": "steps", "factor": 0.3}
     expected |= {"momentum": 0.8, "weight_decay": 0.02, "seed": 4, "penalty": "rings", "strength": 0.001, "amp": True}
     expected |= {"weighting": "scaled", "kind": "full", "folded": True, "solver": "subgradient", "optimizer": "sgd"}
     expected |= {"pilcro": "target", "alpha": 10.0, "norm": "l1", "round_to": 1}

@@ -249,6 +249,7 @@ def test_the_checks_are_saved_and_exported(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled(x := torch.randn(3, 3, *size)), network(x))
 
 
+@pytest.mark.slow
 def test_files_for_images_of_any_size_hold_no_network_with_branches(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -17,7 +17,7 @@ from loco_ext.sparsity.compaction.macs import macs_of
 from loco_ext.sparsity.compaction.spellings import spell_out_operations
 from tests.compaction.cases import IMAGES, Network, Residual, compacted, convolution, same, strike
 from tests.compaction.computed_weights import WAYS
-from tests.covering import covering
+from tests.covering import covering, slow
 
 
 def chain() -> dict[str, nn.Module]:
@@ -356,7 +356,7 @@ AGAIN: dict[str, tuple[Callable[[Network, Tensor], object], Callable[[], dict[st
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_layers_that_are_called_again(name: str, seed: int) -> None:
     function, layers = AGAIN[name]
     model = Network(function, **(chain() | layers()))

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.drawing import undrawn  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):

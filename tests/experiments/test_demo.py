@@ -102,7 +102,7 @@ def trained(**settings):
 
 
 def test_locality_moves_weight_from_the_corners_to_the_centre():
-    _, networks = trained(epochs=5, weight_decay=0.05)
+    _, networks = trained(epochs=2, weight_decay=0.2)
     ordinary, local = (network.mean_abs_weight for network in networks)
     assert local["centre"] > 1.3 * ordinary["centre"]
     assert local["corner"] < 0.85 * ordinary["corner"]

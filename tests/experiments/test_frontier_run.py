@@ -121,14 +121,14 @@ SUBGRADIENT = ["--method", "subgradient", "--penalty", "kernels", "--strengths",
 @pytest.mark.parametrize(
     ("options", "points"),
     [
-        (["--points", "2", "--span", "0.5", "--latency"], [(None, 0.0)] * 2),
+        (["--points", "2", "--span", "0.5"], [(None, 0.0)] * 2),
         slow((SUBGRADIENT, [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)])),
-        slow((["--method", "width", "--widths", "0.25,0.5", "--lr", "0.01"], [(0.0, 0.0)] * 2)),
+        slow((["--method", "width", "--widths", "0.25,0.5", "--lr", "0.01", "--latency"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
+def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, request, options, points):
     out, width_only = tmp_path / "frontier", "width" in options
     line = ["frontier", *([*BASE, *FIRST] if width_only else TINY), "--out", str(out), *options]
     assert main([*line, "--json"]) == 0
@@ -158,6 +158,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
         picture = matplotlib.image.imread(path)
         assert picture.shape[0] > 300
         assert picture.std() > 0.05
+    request.getfixturevalue("undrawn")
     # A finished run is not overwritten or trained again, and its table is the same.
     assert main(line) == 2
     assert "holds an experiment already" in capsys.readouterr().err
@@ -167,8 +168,10 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     assert json.loads((out / "frontier.json").read_text()) == record
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_weights_of_a_point_that_are_not_finite_are_named(tmp_path, capsys):
-    line = ["frontier", *TINY, "--strengths", "0.1", "--out", str(tmp_path)]
+    short = ["--dense-epochs", "0", "--refit-epochs", "0"]
+    line = ["frontier", *BASE, *OF_POINTS, *short, "--strengths", "0.1", "--out", str(tmp_path)]
     assert main(line) == 0
     point = tmp_path / "path-0.25" / "point-00.pt"
     save_checkpoint(point, {name: value * math.nan for name, value in load_checkpoint(point).items()})
@@ -185,6 +188,7 @@ def test_a_frontier_whose_training_diverges_is_an_error(tmp_path, capsys):
         assert not list(tmp_path.rglob("point-00.pt"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_points_start_from_the_initial_weights_without_a_dense_training(tmp_path):
     """The draft trains from scratch under its penalty."""
     options = ["--penalty", "kernels", "--method", "subgradient", "--batch-norm", "live", "--dense-epochs", "0"]

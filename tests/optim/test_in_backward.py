@@ -15,7 +15,7 @@ from bench import harness
 from loco_ext import ops, optim
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d
 from loco_ext.sparsity import RingPenalty
-from tests.covering import covering
+from tests.covering import covering, slow
 from tests.optim.stepping import through_a_file
 from tests.tolerances import same_bits
 
@@ -118,7 +118,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [slow(loop) if loop == "compiled" else loop for loop in LOOPS])
 def test_training_loops_of_all_kinds_are_those_of_ordinary_steps(loop):
     assert_steps_alike(lambda model, optimizer, steps: LOOPS[loop](model, optimizer, batches()), "nesterov")
 

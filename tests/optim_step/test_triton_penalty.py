@@ -83,7 +83,7 @@ ON_DEVICE = {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(2.0), "lrs
     ("rule", "mode", "dtype", "on_device"),
     [
         *covering(RULES, ["l2", "linf"], FLOATS, [True, False]),
-        *(slow((rule, "squared", torch.float32, False)) for rule in ("momentum", "adam")),  # nests two searches
+        slow(("adam", "squared", torch.float32, False)),  # nests two searches
     ],
     ids=str,
 )
@@ -97,7 +97,7 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype, 
 
 @pytest.mark.parametrize(("rule", "linf"), [("momentum", False), slow(("adam", True))])
 def test_joint_filters_are_shrunk_without_a_look_at_numbers_of_the_device(interpreter, rule, linf):
-    case = make_case(RULES[rule][0], [(3, 2, 3, 3)], lrs=ON_DEVICE["lrs"], lr_index=[0], penalties=[joint(linf)])
+    case = make_case(RULES[rule][0], [(2, 1, 3, 3)], lrs=ON_DEVICE["lrs"], lr_index=[0], penalties=[joint(linf)])
     done, expected = interpreter.step(unread(case)), case.copy().step("reference")
     scale = case.params[0].abs().max()
     assert_within_ulps(done.params[0], expected.params[0], ULPS_OF_ROOTS[torch.float32], scale=scale)

@@ -21,7 +21,6 @@ ALL_RINGS = [
     Rings((3, 1, 5), "full", "auto"),
     Rings((2, 4, 3), "half", "auto"),
 ]
-SLOW_REFERENCE = ("squared", "both")  # these nest two searches in a metric or with the norm linf
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 
@@ -35,8 +34,8 @@ def test_what_the_kernels_find_is_optimal(mode, dtype):
 
 @pytest.mark.parametrize(("mode", "dtype"), covering(MODES, RESIDUAL, strength=1), ids=label)
 def test_what_the_reference_finds_is_optimal(mode, dtype):
-    slow = mode["power"] in SLOW_REFERENCE and (mode["metric"] or mode["norm"] == "linf")
-    for seed, rings in enumerate(ALL_RINGS[5:6] if slow else ALL_RINGS):
+    nested = mode["metric"] and mode["norm"] == "l2" and mode["power"] != "plain"  # one search in another
+    for seed, rings in enumerate(ALL_RINGS[5:6] if nested else ALL_RINGS):
         case = make_case(rings, 24, seed=seed, **mode).to(dtype)
         assert case.residual(case.prox("reference")).max() <= RESIDUAL[dtype], rings
 

@@ -77,7 +77,9 @@ def trained(problem: tuple[Tensor, Tensor], name: str, penalty: sparsity.Penalty
     return weight.detach()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [slow(case) if case in ("nesterov", "dampening", "amsgrad") else case for case in CASES]
+)
 def test_every_optimizer_reaches_the_minimum_and_its_support(problem, minimum, case):
     name, options = CASES[case]
     weight = trained(problem, name, sparsity.RingPenalty(STRENGTH), 1500, **options)

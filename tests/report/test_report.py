@@ -108,6 +108,12 @@ def page(runs):
     return Page(out)
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave a page's pictures empty."""
+    monkeypatch.setattr(content, "write_png", lambda *given: None)
+
+
 def read(runs, name):
     return json.loads((runs / name).read_text())
 
@@ -207,6 +213,7 @@ def test_the_page_needs_nothing_else_and_names_are_text(page):
     assert "prefers-color-scheme: dark" in page.html
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     folders = [str(runs / name) for name in ("regions", "shrink", "regions")]
     assert main(["report", *folders, "--out", str(tmp_path / "report.html"), "--json"]) == 0
@@ -253,6 +260,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
     said = []
     for file, (text, message) in DAMAGES.items():
@@ -277,6 +285,7 @@ def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
     assert all(text in page.text for text in said)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e308", "1" + "0" * 400], ids=["NaN", "inf", "large", "integer"])
 @pytest.mark.parametrize("name", ["seconds", "test_loss"])
 def test_a_number_that_cannot_be_shown_leaves_out_only_its_run(runs, tmp_path, capsys, name, value):
@@ -289,6 +298,7 @@ def test_a_number_that_cannot_be_shown_leaves_out_only_its_run(runs, tmp_path, c
     assert row[0].endswith("runs/seed0")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_only_a_report_is_replaced(runs, tmp_path, capsys):
     other, old = tmp_path / "notes.html", tmp_path / "old.html"
     other.write_text("<!doctype html><title>Notes</title>")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -190,7 +191,7 @@ def covered_modes(*axes: Iterable[Any]) -> list[Any]:
     """Return parameters of a mode and one value of each axis: every three values of options and axes meet."""
     met = covering(("l2", "linf"), (False, True), ("plain", "squared", "both"), *axes, strength=3)
     options = ("norm", "metric", "power")
-    return [(dict(zip(options, p.values[:3], strict=True)), *p.values[3:]) for p in met]
+    return [pytest.param(dict(zip(options, p.values[:3], strict=True)), *p.values[3:], marks=p.marks) for p in met]
 
 
 def mode_id(mode: dict[str, object]) -> str:

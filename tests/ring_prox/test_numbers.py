@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loco_ext import ops, optim, sparsity
-from tests.covering import covering, label, slow
+from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, MODES, Rings, covered_modes, make_case
 from tests.tolerances import (
     BY_INTERIOR_POINTS,
@@ -26,17 +26,8 @@ from tests.tolerances import (
 RINGS = Rings((3, 3), "half", "auto")
 
 
-def is_slow(mode, backend):
-    """Return whether a call is that of the reference for squared penalties in a metric, which nests two searches."""
-    return backend == "reference" and mode["metric"] and mode["norm"] == "l2" and mode["power"] != "plain"
-
-
-# The slow calls run in one dtype only.
 ALL_MODES = pytest.mark.parametrize(
-    ("mode", "dtype", "backend"),
-    [each for each in covered_modes(FLOATS, BACKENDS) if not is_slow(each[0], each[2]) or each[1] == torch.float32],
-    ids=label,
-    indirect=["backend"],
+    ("mode", "dtype", "backend"), covered_modes(FLOATS, BACKENDS), ids=label, indirect=["backend"]
 )
 
 
@@ -94,17 +85,19 @@ def test_squares_of_any_strength_are_balanced(norm, backend):
 
 @ALL_MODES
 def test_infinite_weights_and_nan_stay_and_change_no_other_kernel(mode, dtype, backend):
-    case = case_of(mode, dtype)
-    clean, others = case.prox(backend), torch.arange(6) != 2
-    for place in [(2, 1, 1, 1)] if is_slow(mode, backend) else [(2, 1, 0, 0), (2, 1, 1, 1)]:
-        case.weight[2] = 1.0
-        for value in (torch.inf, -torch.inf, torch.nan):
-            case.weight[place] = value
-            result = case.prox(backend)
-            assert result[place].isnan() if value != value else result[place] == value
-            assert value != value or not result.isnan().any()
-            assert same_bits(result[others], clean[others])
-        assert replace(case, thresholds=case.thresholds + 1e300).prox(backend)[place].isnan()
+    case = make_case(RINGS, 8, 4, **mode).to(dtype)
+    clean, values = case.prox(backend), torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    case.weight[1:7] = 1.0
+    case.weight[1:4, 1, 0, 0] = case.weight[4:7, 1, 1, 1] = values
+    result = case.prox(backend)
+    for at_place in (result[1:4, 1, 0, 0], result[4:7, 1, 1, 1]):
+        assert torch.equal(at_place[:2], values[:2])
+        assert at_place[2].isnan()
+    assert not result[[1, 2, 4, 5]].isnan().any()
+    assert same_bits(result[[0, 7]], clean[[0, 7]])
+    huge = replace(case, thresholds=case.thresholds + 1e300).prox(backend)
+    assert huge[3, 1, 0, 0].isnan()
+    assert huge[6, 1, 1, 1].isnan()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -135,9 +128,8 @@ SCALES = [
     [
         each
         for each in covering([mode for mode in MODES if mode["power"] != "squared"], SCALES, BACKENDS)
-        if not is_slow(each.values[0], each.values[2])
         # Squares do not scale with the rest.
-        and (each.values[0]["power"] == "plain" or 1e-150 < each.values[1][1] < 1e150)
+        if (each.values[0]["power"] == "plain" or 1e-150 < each.values[1][1] < 1e150)
     ],
     ids=label,
     indirect=["backend"],
@@ -199,10 +191,7 @@ POWERS = [
 
 @pytest.mark.parametrize(
     ("norm", "power", "backend"),
-    [
-        slow(each.values) if each.values == ("l2", "both", "reference") else pytest.param(*each.values)
-        for each in covering(["l2", "linf"], ["plain", "both"], BACKENDS, strength=3)
-    ],
+    covering(["l2", "linf"], ["plain", "both"], BACKENDS, strength=3),
     indirect=["backend"],
 )
 def test_powers_of_two_of_weights_and_metric_change_nothing_else(norm, power, backend):

@@ -78,7 +78,7 @@ def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(mode, rings
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_a_squared_penalty_is_a_plain_one_with_thresholds_of_twice_its_own_value(norm):
     for seed, rings in enumerate(METRIC_RINGS[1:]):
-        case = make_case(rings, 12, 2, norm=norm, power="squared", seed=seed)
+        case = make_case(rings, 4, 2, norm=norm, power="squared", seed=seed)
         expected = [
             squared_by_spams(rings, case.weight[o : o + 1], case.squared[o], norm) for o in range(len(case.weight))
         ]

@@ -22,6 +22,7 @@ METRIC = torch.rand(4, 3, 3, 3) + 0.5
     covering(MODES, FLOATS, [torch.contiguous_format, torch.channels_last], strength=1),
     ids=label,
 )
+@pytest.mark.slow
 def test_the_prox_passes_opcheck(mode, dtype, layout):
     case = make_case(RINGS, 4, **mode).to(dtype)
     weight = case.weight.contiguous(memory_format=layout)
@@ -47,13 +48,16 @@ COMPILED = {
     "kernel_penalty": lambda w: sparsity.KernelPenalty(0.1, power=2).value(w) + sparsity.ring_norms(w).square().sum(),
     "kernel_penalty_prox": lambda w: sparsity.KernelPenalty(0.1).prox(w, 0.5),
 }
-# These are also compiled by Inductor, which runs a compiler.
-BY_INDUCTOR = ("ring_prox_metric", "kkt_residual", "kernel_penalty")
+SOME = ("ring_prox_metric", "kkt_residual", "kernel_penalty")
 
 
 @pytest.mark.parametrize(
     ("name", "compiler"),
-    [*((name, "aot_eager") for name in COMPILED), *(slow((name, "inductor")) for name in BY_INDUCTOR)],
+    [
+        *((name, "aot_eager") for name in SOME),
+        *(slow((name, "inductor")) for name in SOME),
+        *(slow((name, "aot_eager")) for name in COMPILED if name not in SOME),
+    ],
 )
 def test_functions_compile_into_one_graph(name, compiler):
     function = COMPILED[name]

@@ -11,8 +11,6 @@ from tests.tolerances import assert_within_ulps, same_bits
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-FLOATS = [F64, F32, BF16, F16]
-
 
 @dataclass
 class Call:

@@ -149,8 +149,8 @@ def test_the_best_sizes_for_a_price_are_found_with_their_cost_as_budget(
 
 @pytest.mark.parametrize("make", [chain, residual, depthwise])
 def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[int], SizeProblem]) -> None:
-    for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
-        problem = make(seed)
+    problems = [make(seed) for seed in range(4)]
+    for problem, share in itertools.product(problems, (0.3, 0.6, 0.9)):
         budget = share * problem.whole_cost
         found = within(problem, budget)
         assert problem.cost(found) <= budget
@@ -182,6 +182,7 @@ def test_a_single_filter_has_the_rings_that_fit() -> None:
     assert within(problem, 5.0)[0].tolist() == [1]
 
 
+@pytest.mark.slow
 def test_networks_with_many_pairs_of_blocks_have_small_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer reads all before it, as in DenseNets."""
     rng, layers, width, count = RNG(0), [], 32, 40
@@ -221,7 +222,7 @@ def at_least_lost(problem: SizeProblem, budget: float, counts: np.ndarray) -> fl
     return min(bounds)
 
 
-@pytest.mark.parametrize(("rings", "round_to"), [(False, 1), (False, 4), (True, 1)])
+@pytest.mark.parametrize(("rings", "round_to"), [slow((False, 1)), (False, 4), (True, 1)])
 def test_exchanges_find_the_best_sizes_of_narrow_layers(
     rings: bool, round_to: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,17 @@ def test_a_budget_of_time_is_met_by_numbers_of_channels_that_run_together() -> N
 def test_a_budget_of_everything_removes_nothing() -> None:
     problem = chain(0)
     assert all((chosen == 0).all() for chosen in within(problem, problem.whole_cost))
+
+
+def test_the_sizes_for_a_budget_do_not_depend_on_the_budgets_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges and the filling would hide small differences."""
+    monkeypatch.setattr(choose, "exchanged", lambda problem, sizes, *_: sizes)
+    monkeypatch.setattr(choose, "filled", lambda problem, sizes, _: sizes)
+    for seed in range(3):
+        problem = residual(seed)
+        for share in (0.1, 0.9, 0.5):
+            found, alone = (within(each, share * each.whole_cost) for each in (problem, residual(seed)))
+            assert all(map(np.array_equal, found, alone))
 
 
 def test_importance_on_any_scale_gives_the_same_sizes() -> None:

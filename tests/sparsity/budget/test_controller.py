@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from loco_ext import optim, sparsity
 from loco_ext.sparsity.budget import shrink
-from tests.covering import covering
+from tests.covering import covering, slow
 from tests.gpu import needs_gpu
 from tests.processes import run_ranks
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, fake_times, macs, network
@@ -141,7 +141,7 @@ def test_what_is_left_out_comes_back_with_its_values_if_it_matters_more_again() 
     assert budget.state_dict()["removed"] == []
 
 
-@pytest.mark.parametrize("method", ["pruning", "penalty"])
+@pytest.mark.parametrize("method", ["pruning", slow("penalty")])
 def test_resumed_is_uninterrupted(method: str) -> None:
     model, optimizer, budget = controlled("residual", method=method)
     train(model, optimizer, budget, 6, seed=1)
@@ -182,7 +182,7 @@ def test_a_longer_training_does_not_reopen_a_budget_that_has_ended() -> None:
     assert reached("plain", model) == before
 
 
-@pytest.mark.parametrize("method", ["pruning", "penalty"])
+@pytest.mark.parametrize("method", ["pruning", slow("penalty")])
 def test_a_latency_is_met(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """A quarter of the latency does not depend on the MACs, in place of what compaction measures."""
     fake_times(monkeypatch.setattr, 0.25)
@@ -191,11 +191,10 @@ def test_a_latency_is_met(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     assert 0.35 < reached("plain", model) <= 0.35 / 0.75  # the penalty may have set more scales to zero
     state = budget.state_dict()
     assert 0.4 < state["target"] < 0.6
-    other = controlled("plain", macs=None, latency=0.6, method=method)[2]
-    other.load_state_dict({name: value for name, value in state.items() if name != "round_to"})
-    assert other.state_dict()["round_to"] == 1
+    budget.load_state_dict({name: value for name, value in state.items() if name != "round_to"})
+    assert budget.state_dict()["round_to"] == 1
     with pytest.raises(ValueError, match="state: expected round_to of at least 1, got 0"):
-        other.load_state_dict(state | {"round_to": 0})
+        budget.load_state_dict(state | {"round_to": 0})
     monkeypatch.setattr(shrink, "compact", lambda *_, **options: sparsity.compact(*_, cost="macs"))
     with pytest.raises(ValueError, match="latency: expected a model of which a smaller one can be timed, got none"):
         controlled("plain", macs=None, latency=0.6)

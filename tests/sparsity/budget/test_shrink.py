@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -452,7 +451,10 @@ def test_numbers_of_channels_are_rounded(method: str) -> None:
 def test_a_latency_loses_no_more_importance_than_other_numbers_of_channels(
     monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Other numbers are those for MACs, rounded or not; numbers between those that are timed count as the next."""
+    """Other numbers are those for nearly as many MACs, rounded or not; fewer lose more importance.
+
+    Numbers between those that are timed count as the next.
+    """
     model = models.small_cnn(3, 4, 9, width=0.5).eval()
     filters = [m.weight.detach().double().flatten(1) for m in model.modules() if isinstance(m, nn.Conv2d)]
     parts = [(each.square().sum(1) / each.square().sum()).sort(descending=True)[0] for each in filters]
@@ -470,7 +472,7 @@ def test_a_latency_loses_no_more_importance_than_other_numbers_of_channels(
     smaller, report = sparsity.shrink_to(model, X, latency=0.6, **how)
     assert report.latency_after is not None
     assert 0.55 < report.latency_after <= 0.6
-    for round_to, share in itertools.product((1, 4), np.arange(0.3, 0.6, 0.05)):
+    for round_to, share in itertools.product((1, 4), (0.5, 0.55)):
         other = sparsity.shrink_to(model, X, macs=share, round_to=round_to, **how)[0]
         is_slower = 0.1 + 0.9 * executed(other) / executed(model) > 0.6
         assert is_slower or lost(other) >= 0.97 * lost(smaller)
@@ -600,6 +602,7 @@ def test_the_reason_why_a_model_stays_is_named() -> None:
         sparsity.shrink_to(model, X, macs=0.2, importance="norm")
 
 
+@pytest.mark.slow
 def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_times(monkeypatch.setattr, 0.25)
     optimizer = torch.optim.SGD((model := network("plain")).parameters(), lr=0.1)
