@@ -28,7 +28,7 @@ def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize(
-    ("way", "memory_format"), covering([any_way, mixed], [torch.contiguous_format, torch.channels_last]), ids=str
+    ("way", "memory_format"), covering([any_way, mixed], [torch.contiguous_format, torch.channels_last])
 )
 @pytest.mark.parametrize("seeds", [range(30, 34), slow(range(34, 40))], ids=str)
 def test_any_choice_gives_the_same_outputs(

@@ -24,8 +24,7 @@ ALL_RINGS = [
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 
-@pytest.mark.parametrize("dtype", RESIDUAL, ids=str)
-@ALL_MODES
+@pytest.mark.parametrize(("mode", "dtype"), covering(MODES, RESIDUAL), ids=label)
 def test_what_the_kernels_find_is_optimal(mode, dtype):
     for seed, rings in enumerate(ALL_RINGS):
         case = make_case(rings, 24, seed=seed, **mode).to(dtype)

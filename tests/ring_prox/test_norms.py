@@ -5,6 +5,7 @@ import torch
 
 from loco_ext import ops, sparsity
 from loco_ext.reference.dtypes import compute_dtype
+from tests.covering import covering
 from tests.ring_prox.cases import FLOATS, LAYOUTS, Rings
 from tests.tolerances import assert_within_ulps
 
@@ -26,8 +27,7 @@ def norms_by_linalg(weight, rings):
     return torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts], 1)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
+@pytest.mark.parametrize(("rings", "dtype"), covering(ALL_RINGS, FLOATS), ids=str)
 def test_norms_are_those_of_each_rings_weights(rings, dtype):
     for channels in (1, 5, 33):
         weight = torch.randn(7, channels, *rings.kernel_size, dtype=torch.float64).to(dtype)
