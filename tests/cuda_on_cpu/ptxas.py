@@ -42,21 +42,22 @@ class Compiled:
     def report(self) -> str:
         return (self.folder / "report.txt").read_text()
 
-    def ptx(self, target: str) -> str:
+    def ptx(self, target: int) -> str:
         return (self.folder / f"{self.stem}.compute_{target}.ptx").read_text()
 
-    def cubin(self, target: str) -> Path:
-        return self.folder / f"{self.stem}.compute_{target}.cubin"
+    def cubin(self, target: int) -> Path:
+        (found,) = self.folder.glob(f"{self.stem}.*_{target}.cubin")
+        return found
 
 
 def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, include: Path) -> Compiled:
-    """Compile a source for two or more targets (``"80"``, ``"90"``, ...) at once, unless a folder of objects has them.
+    """Compile a source for two or more targets at once, unless a folder of objects has them.
 
     Args:
+        targets: flags of nvcc.
         objects: folder that processes may share; what is in it is known by the text of the sources.
         include: folder whose headers the source may include.
     """
-    codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     command = [
         nvcc,
         *run_setup()["NVCC_FLAGS"],
@@ -64,7 +65,7 @@ def compiled(nvcc: str, source: Path, targets: Sequence[str], objects: Path, inc
         "-v",
         "--threads",
         "0",
-        *codes,
+        *targets,
         "--fatbin",
         "--keep",
         f"-I{include}",

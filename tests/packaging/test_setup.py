@@ -8,7 +8,7 @@ from torch.utils import cpp_extension
 
 from tests.setup_script import run_setup
 
-GENERATIONS = ["75", "80", "86", "89", "90", "100", "120", "121"]
+GENERATIONS = [75, 80, 86, 89, 90, 100, 120, 121]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,30 @@ def test_the_toolkit_is_where_nvcc_says_and_not_where_its_wrapper_is(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("newest", "architectures"),
-    [("90", "7.5;8.0;9.0+PTX"), ("100", "7.5;8.0;9.0;10.0+PTX"), ("121", "7.5;8.0;9.0;10.0;12.0+PTX")],
+    ("newest", "architectures", "codes"),
+    [
+        (80, "7.5;8.0+PTX", "75:sm_75 80:sm_80 80:compute_80"),
+        (90, "7.5;8.0;9.0+PTX", "75:sm_75 80:sm_80 80:sm_90 80:compute_80"),
+        (100, "7.5;8.0;9.0;10.0+PTX", "75:sm_75 80:sm_80 80:sm_90 100:sm_100 100:compute_100"),
+        (121, "7.5;8.0;9.0;10.0;12.0+PTX", "75:sm_75 80:sm_80 80:sm_90 100:sm_100 100:sm_120 100:compute_100"),
+    ],
 )
-def test_only_gpus_that_nvcc_knows_are_compiled_for(tmp_path, newest, architectures):
-    known = " ".join(f"compute_{name}" for name in GENERATIONS if int(name) <= int(newest))
+def test_only_gpus_that_nvcc_knows_are_compiled_for(tmp_path, newest, architectures, codes):
+    known = " ".join(f"compute_{name}" for name in GENERATIONS if name <= newest)
     make_program(tmp_path / "bin" / "nvcc", f"for name in {known}; do echo $name; done")
-    assert run_setup()["supported_architectures"](str(tmp_path)) == architectures
+    flags = ["-gencode=arch=compute_{},code={}".format(*code.split(":")) for code in codes.split()]
+    assert run_setup()["cuda_targets"](str(tmp_path)) == (architectures, flags)
+
+
+@pytest.mark.parametrize("gpus", ["", "8.6;9.0a"])
+def test_a_list_of_gpus_is_torchs_to_read_and_else_its_own_is_not_added(monkeypatch, tmp_path, gpus):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    setup = run_setup()
+    flags = ["-gencode=arch=compute_80,code=sm_80"]
+    setup["cuda_extension"].__globals__["cuda_targets"] = lambda _: ("8.0+PTX", flags)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", gpus)
+    extension = setup["cuda_extension"]()
+    asked = extension.extra_compile_args["nvcc"]
+    assert asked == setup["NVCC_FLAGS"] + ([] if gpus else flags)
+    assert dict(extension.define_macros)["LOCO_CUDA_ARCHITECTURES"] == f'"{gpus or "8.0+PTX"}"'
+    assert bool(cpp_extension._get_cuda_arch_flags(asked)) == bool(gpus)  # torch adds no flags of its own to ours
