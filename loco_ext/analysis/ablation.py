@@ -9,6 +9,7 @@ from loco_ext import compiler
 from loco_ext.analysis.target_logits import check_classifier, gradients_of_targets, of_targets
 from loco_ext.argument_checks import check_count, is_int
 from loco_ext.fx.modules import unwrapped
+from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.regularizers.evaluation import check_images, constant, measuring
 
 
@@ -60,11 +61,11 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
     model = unwrapped(model)
     with measuring(model, x.device):
         x, baselines, targets = constant(x), constant(baselines), constant(targets)
-        total = torch.zeros_like(x)
+        total = torch.zeros_like(x, dtype=compute_dtype(x.dtype))
         for step in range(steps):
             way = x - baselines[step % len(baselines)]
             total += gradients_of_targets(model, x - (1 - (step + 0.5) / steps) * way, targets) * way
-        return total / steps
+        return (total / steps).to(x.dtype)
 
 
 @compiler.disable

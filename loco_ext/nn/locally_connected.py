@@ -363,13 +363,16 @@ class LocallyConnectedNd(nn.Module):
             pattern = loaded_pattern(self.pattern, self.weight.shape[1:], crow, col, weight)
             if pattern is not self.pattern and not isinstance(self.weight, nn.Parameter):
                 raise ValueError("expected its own blocks, as its weight is computed, got others")
-        except (TypeError, ValueError) as error:
+            if pattern is not self.pattern:
+                with torch.inference_mode(False), torch.no_grad():  # the blocks can be trained, as all that is loaded
+                    blocks = self.weight.new_empty((pattern.nnz, *self.weight.shape[1:]))
+                    if not local_metadata.get("assign_to_params_buffers"):
+                        blocks.copy_(weight)  # type: ignore[arg-type]  # an error here leaves the layer as it is
+                    replace(self.weight, blocks)
+                self._set_pattern(pattern)
+        except (TypeError, ValueError, RuntimeError) as error:
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return
-        if pattern is not self.pattern:
-            with torch.inference_mode(False):  # the blocks can be trained, as other parameters that are loaded there
-                replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
-            self._set_pattern(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -243,4 +243,10 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(g * grad.to(g.dtype) for g in ctx.gradients)
+        return None, None, *(_product(g, grad) for g in ctx.gradients)
+
+
+def _product(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Return the product in the dtype of the gradient; the factor, such as a loss scale, may be beyond its range."""
+    wide = torch.promote_types(gradient.dtype, factor.dtype)
+    return (gradient.to(wide) * factor).to(gradient.dtype)

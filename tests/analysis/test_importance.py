@@ -34,6 +34,14 @@ def test_integrated_gradients_take_baselines_in_turn():
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+def test_steps_of_integrated_gradients_add_up_in_half_precision():
+    (x, targets), model = images(), nn.Sequential(nn.Flatten(), nn.Linear(images()[0][0].numel(), 3))
+    expected = integrated_gradients(model.double(), x, targets, torch.zeros_like(x[:1]))  # the model is linear
+    found = integrated_gradients(model.bfloat16(), x.bfloat16(), targets, torch.zeros_like(x[:1]).bfloat16(), 600)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() < torch.finfo(torch.bfloat16).eps * expected.norm()
+
+
 def test_the_most_relevant_pixels_are_replaced_by_their_channels_mean():
     model, (x, targets) = network(), images()
     relevance = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=F64)

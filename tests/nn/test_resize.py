@@ -405,6 +405,7 @@ def test_loading_names_what_does_not_fit():
     load({**good, "weight": good["weight"][1:]}, fewer)
     load({**good, "weight": good["weight"][:, :, :1]}, fewer)
     load({k: v for k, v in good.items() if k != "weight"}, fewer + " none")
+    load({**good, "weight": good["weight"].to("meta")}, "blocks of 0: Cannot copy out of meta tensor")
     load({k: v for k, v in good.items() if "indices" not in k}, "Missing key.*0.crow_indices")
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.kernel\"\. $"):
         model.load_state_dict({f"0.{name}": tensor for name, tensor in {**good, "kernel": good["bias"]}.items()})

@@ -139,6 +139,13 @@ def test_chunks_of_a_model_that_draws_numbers_see_the_same_ones():
     assert_near(gradient(loss, model, x), gradient(PILCRO(chunk_size=3, route="double_backward"), model, x))
 
 
+def test_a_loss_scale_may_be_beyond_the_range_of_the_parameters():
+    model, x = make("plain").half(), images().half()
+    expected = gradient(PILCRO(alpha=1e-3), model, x)
+    scaled = gradient(lambda *args: PILCRO(alpha=1e-3)(*args) * 2.0**16, model, x)
+    assert torch.equal(scaled, expected * 2.0**16)
+
+
 def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
     model, x = make("residual").float(), images().float()
     expected = gradient(PILCRO(), model, x)
