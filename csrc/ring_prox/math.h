@@ -192,7 +192,7 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   double largest = 0, penalty = 0;
   LOCO_NO_UNROLL
   for (int n = 0; n < rings; ++n) {
-    const double size = caps && sizes[n] > caps[n] ? caps[n] : sizes[n];
+    const double size = caps && (sizes[n] > caps[n] || is_nan(caps[n])) ? caps[n] : sizes[n];
     largest = size > largest || is_nan(size) ? size : largest;
     if (q[n] != 0) penalty += q[n] * largest;
   }

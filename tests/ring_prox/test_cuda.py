@@ -211,6 +211,13 @@ def test_planted_mistakes_are_found(check: Path, mistake: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [3018000, 3023006])
+def test_a_filter_with_a_nan_in_a_ring_of_no_joint_penalty_does_not_count(check_joint: Path, seed: int) -> None:
+    done = build.run_program(check_joint, seed, 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_many_random_joint_calls_keep_to_their_memory(compiled: Path) -> None:
     build.check_many(compile_check(compiled, "cuda_joint", "check_joint_prox", sanitize=True), 10)
 
