@@ -63,8 +63,9 @@ def integrated_gradients(model: nn.Module, x: Tensor, targets: Tensor, baselines
         x, baselines, targets = constant(x), constant(baselines), constant(targets)
         total = torch.zeros_like(x, dtype=compute_dtype(x.dtype))
         for step in range(steps):
-            way = x - baselines[step % len(baselines)]
-            total += gradients_of_targets(model, x - (1 - (step + 0.5) / steps) * way, targets) * way
+            way = x.to(total.dtype) - baselines[step % len(baselines)]
+            point = (x - (1 - (step + 0.5) / steps) * way).to(x.dtype)
+            total += gradients_of_targets(model, point, targets) * way
         return (total / steps).to(x.dtype)
 
 
@@ -105,7 +106,7 @@ def ablation_curve(model: nn.Module, x: Tensor, targets: Tensor, relevance: Tens
     pixels = x.shape[2] * x.shape[3]
     if not all(is_int(count) and 0 <= count <= pixels for count in counts):
         raise ValueError(f"counts: expected ints from 0 to {pixels}, got {tuple(counts)}")
-    order = relevance.sum(1).flatten(1).argsort(dim=1, descending=True, stable=True)
+    order = relevance.sum(1, dtype=torch.float64).flatten(1).argsort(dim=1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(pixels, device=x.device).expand_as(order))
     ranks = ranks.view(len(x), 1, *x.shape[2:])
     means, model = x.mean((2, 3), keepdim=True), unwrapped(model)

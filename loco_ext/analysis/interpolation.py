@@ -96,7 +96,7 @@ def interpolate(
     check_number("stiffness", stiffness)
     if stiffness >= 0.5:
         raise ValueError(f"stiffness: expected less than 0.5, got {stiffness}")
-    string = [_mix(first, second, alpha) for alpha in alphas]
+    string = [_widened(_mix(first, second, alpha)) for alpha in alphas]
     model = copied(first).eval()
     with measuring(model, device_of(model)):
         for step in range(steps):
@@ -150,6 +150,11 @@ def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
     }
 
 
+def _widened(state: State) -> State:
+    """Return the tensors, those of half precision in float32, in which many small steps add up."""
+    return {name: x.to(torch.promote_types(x.dtype, torch.float32)) if _is_mixed(x) else x for name, x in state.items()}
+
+
 def _is_mixed(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -187,8 +192,9 @@ def _relax(
 
 def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    leaves = [point[name].detach().requires_grad_() for name in names]
-    state = point | dict(zip(names, leaves, strict=True))
+    state = {name: point[name].to(tensor.dtype) for name, tensor in _tensors(model).items()}
+    leaves = [state[name].detach().requires_grad_() for name in names]
+    state |= zip(names, leaves, strict=True)
     value = batch_loss(lambda inputs: functional_call(model, state, (inputs,)), loss, batch)
     gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
     for name, gradient in zip(names, gradients, strict=True):

@@ -168,7 +168,7 @@ def _shrink_rings(values: Tensor, filters: BlockFilters, prox: Callable[..., Ten
     least = math.sqrt(torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
     norms.masked_fill_(norms == 0, least)
     factors = prox(norms, list(range(filters.count)), None) / norms
-    return values * filters.by_ring(factors.to(values.dtype))
+    return (values * filters.by_ring(factors)).to(values.dtype)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def total_variation(image: Tensor) -> Tensor:
         image: ``(H, W)``, floating-point, with at least two pixels.
 
     Returns:
-        A scalar, differentiable.
+        A scalar, differentiable; float64 for a float64 image, else float32.
 
     Raises:
         TypeError: not a floating-point tensor.
@@ -172,4 +172,5 @@ def total_variation(image: Tensor) -> Tensor:
     check_tensor("image", image, floating=True)
     if image.dim() != 2 or image.numel() < 2:
         raise ValueError(f"image: expected shape (H, W) with at least two pixels, got {tuple(image.shape)}")
+    image = image.to(compute_dtype(image.dtype))
     return torch.cat([image.diff(dim=0).flatten(), image.diff(dim=1).flatten()]).square().mean()

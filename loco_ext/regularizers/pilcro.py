@@ -212,11 +212,12 @@ class PILCRO:
 
 
 def _add(total: list[Tensor | None], gradients: Gradients) -> None:
-    """Add gradients to ``total`` in place; None is zero."""
+    """Add gradients to ``total`` in place, those of half precision in float32; None is zero."""
     for i, gradient in enumerate(gradients):
         if gradient is not None:
             part = total[i]
-            total[i] = gradient.detach() if part is None else part.add_(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            total[i] = gradient.detach().to(wide) if part is None else part.add_(gradient)
 
 
 def _restart_rng(device: torch.device) -> Callable[[], None]:
@@ -233,7 +234,7 @@ def _restart_rng(device: torch.device) -> Callable[[], None]:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient in each parameter is known."""
+    """A loss whose gradient in each parameter is known; autograd casts it to the parameter's dtype."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -243,10 +244,4 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_product(g, grad) for g in ctx.gradients)
-
-
-def _product(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return the product in the dtype of the gradient; the factor, such as a loss scale, may be beyond its range."""
-    wide = torch.promote_types(gradient.dtype, factor.dtype)
-    return (gradient.to(wide) * factor).to(gradient.dtype)
+        return None, None, *(g * grad for g in ctx.gradients)

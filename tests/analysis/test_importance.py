@@ -42,6 +42,21 @@ def test_steps_of_integrated_gradients_add_up_in_half_precision():
     assert (found - expected).norm() < torch.finfo(torch.bfloat16).eps * expected.norm()
 
 
+def test_steps_of_integrated_gradients_may_be_beyond_the_range_of_float16():
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(2, 1, bias=False)), torch.full((1, 1, 1, 2), 300.0).half()
+    with torch.no_grad():
+        model[1].weight.fill_(400.0)
+    baselines = torch.stack([torch.zeros_like(x[0]), 2 * x[0]])  # whose steps cancel
+    assert not integrated_gradients(model.half(), x, torch.tensor([0]), baselines, 2).any()
+
+
+def test_sums_of_relevance_may_be_beyond_the_range_of_float16():
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), torch.tensor([[[[1.0, 2.0]], [[3.0, 5.0]]]])
+    relevance = torch.tensor([[[[4e4, 5e4]], [[4e4, 5e4]]]])
+    found = [ablation_curve(model, x, torch.tensor([0]), each, (1,)) for each in (relevance.half(), relevance)]
+    assert torch.equal(*found)
+
+
 def test_the_most_relevant_pixels_are_replaced_by_their_channels_mean():
     model, (x, targets) = network(), images()
     relevance = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=F64)

@@ -160,10 +160,11 @@ def at_once(outputs, targets):
     return outputs
 
 
-def string(points, steps, rate, stiffness, centres):
-    data = [(torch.tensor(centre, dtype=torch.float64), torch.zeros(1)) for centre in centres]
+def string(points, steps, rate, stiffness, centres, dtype=torch.float64):
+    data = [(torch.tensor(centre, dtype=dtype), torch.zeros(1)) for centre in centres]
     options = {"loss": at_once, "data": data, "steps": steps, "learning_rate": rate, "stiffness": stiffness}
-    path = analysis.interpolate(Point(0.0, 0.0), Point(1.0, -2.0), points, "string", **options)
+    ends = Point(0.0, 0.0).to(dtype), Point(1.0, -2.0).to(dtype)
+    path = analysis.interpolate(*ends, points, "string", **options)
     return np.array([model.x.tolist() for _, model in path])
 
 
@@ -176,6 +177,12 @@ def test_a_string_is_the_recursion_written_out(points, steps):
             x[i] -= rate * (x[i] - centres[step % 3])
             x[i] += stiffness * (x[i - 1] + x[i + 1] - 2 * x[i])
     np.testing.assert_allclose(string(points, steps, rate, stiffness, centres), x, rtol=1e-13, atol=1e-14)
+
+
+def test_steps_of_a_string_add_up_in_half_precision():
+    arguments = 5, 300, 1e-3, 1e-3, [(3.0, 1.0)]
+    found = string(*arguments, torch.bfloat16)
+    np.testing.assert_allclose(found, string(*arguments), rtol=2 * torch.finfo(torch.bfloat16).eps)
 
 
 @pytest.mark.parametrize("method", ["linear", "string", "outputs"])

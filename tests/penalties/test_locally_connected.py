@@ -59,6 +59,13 @@ def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
     assert zeros > 0
 
 
+def test_shrunk_blocks_are_rounded_once():
+    torch.manual_seed(0)
+    layer, penalty = LocallyConnected2d.from_conv(nn.Conv2d(4, 4, 5), (6, 6)).bfloat16(), sparsity.RingPenalty(1.0)
+    found = penalty.prox(layer.weight, 0.05)
+    assert torch.equal(found, penalty.prox(layer.float().weight, 0.05).bfloat16())
+
+
 @pytest.mark.parametrize("number", [math.inf, math.nan, 1e30], ids=str)
 def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
     conv = nn.Conv1d(3, 4, 5)

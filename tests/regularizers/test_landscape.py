@@ -92,6 +92,9 @@ def test_total_variation_is_the_mean_over_pairs_of_neighbours():
     pairs = [(image[i, j] - image[i + 1, j]) ** 2 for i in range(2) for j in range(4)]
     pairs += [(image[i, j] - image[i, j + 1]) ** 2 for i in range(3) for j in range(3)]
     torch.testing.assert_close(regularizers.total_variation(image), torch.stack(pairs).mean())
+    for factor in (2.0**-14, 2.0**10):  # float16 holds the differences, not their squares
+        part = (image * factor).half()
+        torch.testing.assert_close(regularizers.total_variation(part), regularizers.total_variation(part.float()))
 
 
 def stack() -> nn.Sequential:

@@ -146,6 +146,15 @@ def test_a_loss_scale_may_be_beyond_the_range_of_the_parameters():
     assert torch.equal(scaled, expected * 2.0**16)
 
 
+def test_chunks_add_up_in_half_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.Flatten(), nn.Linear(8, 3)).bfloat16()
+    x = torch.rand(1, 1, 4, 4).bfloat16().expand(600, -1, -1, -1)
+    found = gradient(PILCRO(chunk_size=1), model, x)
+    expected = gradient(PILCRO(), model.double(), x.double())
+    assert (found - expected).norm() < 4 * torch.finfo(torch.bfloat16).eps * expected.norm()
+
+
 def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
     model, x = make("residual").float(), images().float()
     expected = gradient(PILCRO(), model, x)

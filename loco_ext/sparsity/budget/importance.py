@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 from loco_ext.sparsity.compaction.roles import has_running_statistics
 from loco_ext.sparsity.compaction.whole_filters import by_taps, filters_first
@@ -91,7 +92,7 @@ class Taylor:
                 changes.append(removed.new_zeros(self._shapes[layer.name]))
                 continue
             self._with_gradient.add(layer.name)
-            given = filters_first(layer.module, given)
+            given = filters_first(layer.module, _widened(given))
             products = by_taps(layer.weight * given).sum(1)
             changes.append(products @ removed.to(products))
             scales = [(norm, where, _product(norm.weight, gradient, where)) for norm, where in norms]
@@ -169,7 +170,13 @@ def _product(
     given = None if parameter is None else gradient(parameter)
     if parameter is None or given is None:
         return None
-    return parameter * given if where is None else (parameter * given)[where.to(given.device)]
+    product = parameter * _widened(given)
+    return product if where is None else product[where.to(given.device)]
+
+
+def _widened(gradient: Tensor) -> Tensor:
+    """Return a gradient of half precision in float32: its products with weights may be too small for float16."""
+    return gradient.to(compute_dtype(gradient.dtype))
 
 
 def _normalises_by_batch(norm: Any) -> bool:

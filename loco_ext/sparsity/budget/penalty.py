@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loco_ext.penalties.folded import column_of
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
+from loco_ext.reference.dtypes import compute_dtype
 from loco_ext.sparsity.budget.size_problem import SizeProblem, Sizes
 from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
 from loco_ext.sparsity.compaction.disjoint_set import Integers
@@ -124,13 +125,17 @@ def _trains(layer: PrunableLayer) -> bool:
 
 
 def _lengths(filters: Tensor) -> Tensor:
-    """Return the Euclidean norms of filters, ``(C_out,)``."""
-    return torch.linalg.vector_norm(filters.flatten(1), dim=1)
+    """Return the Euclidean norms of filters, ``(C_out,)``, in the compute dtype."""
+    return torch.linalg.vector_norm(filters.flatten(1), dim=1, dtype=compute_dtype(filters.dtype))
 
 
 def _filters(layer: PrunableLayer) -> Tensor:
-    """Return the filters that are penalised, ``(C_out, C_in/groups, *kernel_size)``, of one tap for a linear layer."""
+    """Return the filters that are penalised, ``(C_out, C_in/groups, *kernel_size)``, of one tap for a linear layer.
+
+    They are in the compute dtype: rounded to half precision, they would hide small steps from the norm's weight.
+    """
     weight, scale = layer.weight.detach(), _scale(layer)
+    weight = weight.to(compute_dtype(weight.dtype))
     weight = weight if weight.dim() > 2 else weight[..., None]
     if scale is None:
         return weight

@@ -54,6 +54,20 @@ def test_taylor_is_the_change_of_the_loss(name: str) -> None:
                 assert found == lost[layer.name][j, choice - 1]
 
 
+@pytest.mark.parametrize("name", ["plain", "residual"])
+def test_products_of_weights_and_gradients_may_be_too_small_for_float16(name: str) -> None:
+    model, found = network(name).half(), {}
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(p.shape, generator=generator).mul(1e-6).half() for p in model.parameters()]
+    for dtype in (torch.float16, torch.float64):
+        taylor = Taylor(structure_of(model.to(dtype), [X.to(dtype)], "half", "rings"))
+        given = {p: g.to(dtype) for p, g in zip(model.parameters(), gradients, strict=True)}
+        taylor.add(given.get)
+        found[dtype] = taylor.lost()
+    for layer, expected in found[torch.float64].items():
+        torch.testing.assert_close(found[torch.float16][layer], expected, rtol=1e-4, atol=1e-11)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
 def test_norms_that_cancel_the_length_of_filters_do_not_hide_their_importance(kind: Any, frozen: bool) -> None:

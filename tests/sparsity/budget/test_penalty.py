@@ -1,5 +1,6 @@
 """Budgets by a penalty: its prox, its weights, and the strength that follows the schedule."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -66,6 +67,18 @@ def test_rings_shrink_in_the_direction_of_the_filter() -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(lengths(model[0].weight), lengths(weight))
     assert 0 < (expected == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("granularity", ["rings", "filters"])
+def test_a_step_rounds_only_its_result_to_half_precision(granularity: str) -> None:
+    models = [plain().bfloat16()]
+    models.append(copy.deepcopy(models[0]).float())
+    for model in models:
+        penalty = penalty_of(model, granularity)
+        penalty.strength = 0.05
+        penalty.shrink()
+    for found, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(found, expected.bfloat16())
 
 
 def test_the_strength_is_the_least_that_leaves_the_share() -> None:
