@@ -40,7 +40,8 @@ def save_checkpoint(path: Path, state: Any) -> None:
     content.write(_DIGITS.to_bytes(2, "little"))
     content.write(sha256(content.getbuffer()).hexdigest().encode())
     with replacing(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
+        # Not a view: Python 3.12.0 and 3.12.1 crash when they collect one that an exception, as of a full disk, keeps.
+        temporary.write_bytes(content.getvalue())
 
 
 def load_checkpoint(path: Path) -> Any:
