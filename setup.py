@@ -71,7 +71,7 @@ if X86:
 # These forbid contraction and fast paths of low precision, so that results have the same bits as on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 # Ten times the compute capabilities of GPUs, by that of the PTX which their code is compiled from. With PTX for each,
-# compiling would take a quarter longer, and kernels would use as many registers.
+# compiling takes a quarter longer, for kernels that use as many registers.
 ARCHITECTURES = {75: (75,), 80: (80, 90), 100: (100, 120)}
 
 ROOT = Path(__file__).parent.resolve()

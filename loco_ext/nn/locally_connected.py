@@ -361,10 +361,10 @@ class LocallyConnectedNd(nn.Module):
             if not isinstance(self.weight, nn.Parameter):  # computed from others, which keep their blocks
                 weight = self.weight
             pattern = loaded_pattern(self.pattern, self.weight.shape[1:], crow, col, weight)
-            if pattern is not self.pattern and not isinstance(self.weight, nn.Parameter):
-                raise ValueError("expected its own blocks, as its weight is computed, got others")
             if pattern is not self.pattern:
-                with torch.inference_mode(False), torch.no_grad():  # the blocks can be trained, as all that is loaded
+                if not isinstance(self.weight, nn.Parameter):
+                    raise ValueError("expected its own blocks, as its weight is computed, got others")
+                with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could not be trained
                     blocks = self.weight.new_empty((pattern.nnz, *self.weight.shape[1:]))
                     if not local_metadata.get("assign_to_params_buffers"):
                         blocks.copy_(weight)  # type: ignore[arg-type]  # an error here leaves the layer as it is

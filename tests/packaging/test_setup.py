@@ -65,7 +65,7 @@ def test_only_gpus_that_nvcc_knows_are_compiled_for(tmp_path, newest, architectu
 
 
 @pytest.mark.parametrize("gpus", ["", "8.6;9.0a"])
-def test_a_list_of_gpus_is_torchs_to_read_and_else_its_own_is_not_added(monkeypatch, tmp_path, gpus):
+def test_torch_reads_a_given_list_of_gpus_and_adds_none_to_ours(monkeypatch, tmp_path, gpus):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
     setup = run_setup()
     flags = ["-gencode=arch=compute_80,code=sm_80"]
@@ -75,4 +75,4 @@ def test_a_list_of_gpus_is_torchs_to_read_and_else_its_own_is_not_added(monkeypa
     asked = extension.extra_compile_args["nvcc"]
     assert asked == setup["NVCC_FLAGS"] + ([] if gpus else flags)
     assert dict(extension.define_macros)["LOCO_CUDA_ARCHITECTURES"] == f'"{gpus or "8.0+PTX"}"'
-    assert bool(cpp_extension._get_cuda_arch_flags(asked)) == bool(gpus)  # torch adds no flags of its own to ours
+    assert bool(cpp_extension._get_cuda_arch_flags(asked)) == bool(gpus)
